@@ -42,8 +42,28 @@ def converted(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
     """(exit code, what is said last) of a conversion."""
     text = path.parent / "text.txt"
     text.write_text(" ".join(f"w{7 * i % 64}" for i in range(3000)))
-    words = ["convert", str(path), "-o", str(path.parent / "o.nstf"), "--target-size", "200000", "--effort", "fast"]
-    words += ["--prefer", "size", "--dataset", str(text), "--samples", "2", "--seq-len", "16", "--force", "--restart"]
+    words = [
+        "convert",
+        str(path),
+        "-o",
+        str(path.parent / "o.nstf"),
+        "--target-size",
+        "200000",
+        "--effort",
+        "fast",
+    ]
+    words += [
+        "--prefer",
+        "size",
+        "--dataset",
+        str(text),
+        "--samples",
+        "2",
+        "--seq-len",
+        "16",
+        "--force",
+        "--restart",
+    ]
     code = run(words)
     return code, capsys.readouterr().err
 
@@ -98,16 +118,27 @@ def test_a_package_that_a_model_needs_is_named(tmp_path: Path, monkeypatch: pyte
     def lacks(*_: Any) -> None:
         raise ImportError("\nX requires the Y library\n")
 
+    path = folder(tmp_path / "m")
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", lacks)
     with pytest.raises(NstfError, match="a package that is missing: X requires the Y library"):
-        open_checkpoint(str(folder(tmp_path / "m")))
+        open_checkpoint(str(path))
 
 
 def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     (path / "config.json").unlink()
     os.mkfifo(path / "config.json")
-    words = [sys.executable, "-m", "nstf_convert", "convert", str(path), "--budget", "0.5", "-o", str(tmp_path / "o.nstf")]
+    words = [
+        sys.executable,
+        "-m",
+        "nstf_convert",
+        "convert",
+        str(path),
+        "--budget",
+        "0.5",
+        "-o",
+        str(tmp_path / "o.nstf"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 6 and "config.json is not a regular file" in done.stderr
 
@@ -144,7 +175,14 @@ def test_code_objects_that_are_no_bytes_are_refused(dtype: torch.dtype) -> None:
         side_file.parse(data, "m.nstfk")
 
 
-DEVICE = {"name": "g", "count": 4096, "kind": "x", "memory_bytes": 1, "bandwidth": 1, "rates": {"bfloat16": 1}}
+DEVICE = {
+    "name": "g",
+    "count": 4096,
+    "kind": "x",
+    "memory_bytes": 1,
+    "bandwidth": 1,
+    "rates": {"bfloat16": 1},
+}
 LINK = {"mesh": "*", "bandwidth": 1, "latency_s": 0}
 
 
@@ -176,3 +214,61 @@ def test_unsupported_types_can_still_be_compared(tmp_path: Path) -> None:
         assert opened.get(opened.names()[0]).dtype == torch.float8_e5m2
     with pytest.raises(UnsupportedError):
         _ = opened.info("none")
+
+
+VALUES: list[Any] = [
+    None, True, 0, -1, 5, 10**300, 0.5, float("nan"), "", "x", "a\nb", [], {}, (), b"x", object(), [1], ["x"],
+]  # fmt: skip
+
+
+def test_arguments_of_a_conversion_are_taken_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another type they were TypeErrors and ValueErrors, or were taken and fell over much later."""
+    import nstf
+    from nstf_convert import pipeline
+    from nstf_convert.keywords import ConvertKeywords
+
+    monkeypatch.setattr(pipeline, "convert", lambda options: options)
+    names = [
+        *ConvertKeywords.__annotations__,
+        "budget",
+        "target_size",
+        "max_kl",
+        "dataset",
+        "output",
+        "model",
+        "none",
+    ]
+    for name in names:
+        for value in VALUES:
+            given: dict[str, Any] = {"model": "m", "output": "o.nstf", "dataset": "t.txt", name: value}
+            if name not in ("budget", "max_kl"):
+                given.setdefault("target_size", 1000)
+            try:
+                nstf.convert(given.pop("model"), **given)
+            except NstfError as error:
+                assert isinstance(error, UsageError) and str(error).isprintable(), (name, value)
+
+
+@pytest.mark.parametrize("device", [None, True, 0.5, 2**63, "privateuseone", "x", [], torch.float32])
+def test_what_is_no_device_is_one_line(device: Any) -> None:
+    from nstf.runtime.devices import stated_device
+
+    with pytest.raises(UsageError, match="runs everywhere"):
+        stated_device(device)
+
+
+@pytest.mark.parametrize("reads", ["pread", "preadv"])
+def test_a_disk_that_fails_in_the_middle_of_a_tensor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with open_checkpoint(str(folder(tmp_path / "m"))) as opened:
+        monkeypatch.setattr(os, reads, fails)
+        with pytest.raises(
+            NstfError, match=r"m/model.safetensors: tensor .* cannot be read \(Input/output error\)"
+        ):
+            opened.fingerprint() if reads == "pread" else opened.get(opened.names()[0])
