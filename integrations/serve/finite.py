@@ -93,7 +93,7 @@ def _digits(number: float) -> int:
     """A number without sign and decimal point: 25 of 0.25, 100 of 100."""
     _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
     assert isinstance(exponent, int)  # it is finite
-    return int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+    return int("".join(map(str, digits)) + "0" * max(exponent, 0))
 
 
 def _bytes(text: str) -> int:
