@@ -14,7 +14,7 @@ from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, leaf_spec
 from nstf.kernels.triton.spec import KernelSpec
 
 # Kernels that leave sums in parts, if they are asked to.
-_KERNELS = ("int_bytes", "skinny", "shuffle_mma", "trellis_gemm")
+_KERNELS = ("int_groups", "skinny", "shuffle_mma", "trellis_gemm")
 
 
 def ended_specs(
@@ -79,10 +79,10 @@ def into(parts: Tensor, x: Tensor, leaf: EncodedTensor, products: list[KernelSpe
 
         shuffle_mma_into(parts, x, shuffle.prepare(leaf), products[0])
     else:
-        from nstf.kernels.triton.int_bytes import int_bytes_into
+        from nstf.kernels.triton.int_groups import int_groups_into
         from nstf.kernels.triton.skinny import skinny_into
 
-        run = int_bytes_into if kind == "int_bytes" else skinny_into
+        run = int_groups_into if kind == "int_groups" else skinny_into
         run(parts, x, packed_of(leaf), products[0])
 
 

@@ -37,8 +37,8 @@ CASES = [
     Case("skinny", (96, 1024), 1),
     Case("skinny", (544, 1064), 3),
     Case("skinny", (41, 2056), 9),
-    Case("int_bytes", (288, 1280), 1),
-    Case("int_bytes", (41, 1000), 2),
+    Case("int_groups", (288, 1280), 1),
+    Case("int_groups", (41, 1000), 2),
     Case("trellis", (96, 1088), 1),
     Case("sections", (96, 64), 3),
     Case("shuffle", (256, 320), 1),
@@ -47,7 +47,7 @@ CASES = [
 EPSILON = 1e-5
 TREES = {
     "skinny": leaf("int", bits=4, group=64, scale_bits=8),
-    "int_bytes": leaf("int", bits=4, group=64, scale_bits=8),
+    "int_groups": leaf("int", bits=4, group=64, scale_bits=8),
     "trellis": leaf("trellis", quarter_bits=(11,)),
     "sections": leaf("trellis", quarter_bits=(8, 16), rows=(48, 48)),
     "shuffle": leaf("shuffle", quarter_bits=13),
@@ -87,7 +87,7 @@ def parts_of(case: Case, encoded: EncodedTensor, x: Tensor) -> Tensor:
     from nstf.kernels.triton.ended import into
     from nstf.kernels.triton.tuner import packed_specs
 
-    if case.kernel in ("skinny", "int_bytes"):
+    if case.kernel in ("skinny", "int_groups"):
         # Whether or not it is the one that is taken for a matrix of this size.
         layout = linear.packed_of(encoded).layout
         made = list(packed_specs(layout, case.batch, x.dtype, "sm_90", case.kernel, torch.float32))

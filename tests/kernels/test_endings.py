@@ -53,7 +53,7 @@ def test_endings_on_a_gpu_do_what_launches_of_their_own_do(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["skinny", "int_bytes", "trellis", "shuffle"])
+@pytest.mark.parametrize("kernel", ["skinny", "int_groups", "trellis", "shuffle"])
 def test_a_graph_gives_the_same_a_thousand_times(kernel: str) -> None:
     """A chain that adds, norms and gates, each launch of which begins before the one in front of it has ended."""
     case = ending_cases.Case(kernel, (2048, 2048), 1, "bfloat16")
