@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nstf.kernels.formats.dense import torch_dtype
 from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.memo import per_encoded
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
 from nstf.kernels.triton.blocks import block, blocks, product32
@@ -48,6 +49,8 @@ GEMM_BATCH = 256
 TRELLIS_BATCH = 8
 # More rows of sums of 32 rows of weights do not fit the registers.
 SHUFFLE_BATCH = 2
+# Numbers of rows for which a matrix's kernel is remembered.
+_KEPT_CHOICES = 32
 
 
 def available() -> bool:
@@ -346,7 +349,7 @@ def _leaf(
     from nstf.kernels.triton.trellis_gemm import trellis_gemm
 
     batch = len(x)
-    kernel = kernel_of(encoded, batch, dtype, arch)
+    kernel, made = _choice(encoded, batch, x.dtype, out, dtype, arch)
     if kernel == "halves":
         first = _halves(batch)[0]
         return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:first], x[first:])])
@@ -359,12 +362,34 @@ def _leaf(
         from nstf.kernels.triton import shuffle, shuffle_mma
 
         run = shuffle_mma.shuffle_mma if kernel == "shuffle_mma" else shuffle.shuffle_gemv
-        made = leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
     product = {"int_groups": int_groups, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
-    return product(x, packed_of(encoded), leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
+    return product(x, packed_of(encoded), made, out)
+
+
+def _choice(
+    leaf: EncodedTensor, batch: int, inside: torch.dtype, out: torch.dtype, dtype: torch.dtype, arch: str
+) -> tuple[str, list[KernelSpec]]:
+    """`kernel_of` and the launches where the kernel takes them, remembered: working them out takes the host longer than a
+    launch."""
+    from nstf.kernels.triton.tuner import measured_count
+
+    known, key = _choices(leaf), (batch, inside, out, dtype, arch, measured_count())
+    if key not in known:
+        if len(known) >= _KEPT_CHOICES:
+            known.clear()
+        kernel = kernel_of(leaf, batch, dtype, arch)
+        own = kernel == "blocks" or kernel == "halves" or kernel.startswith("trellis")
+        known[key] = kernel, [] if own else leaf_specs(leaf, batch, inside, out, dtype, arch)
+    return known[key]
+
+
+@per_encoded
+def _choices(leaf: EncodedTensor) -> dict[tuple[object, ...], tuple[str, list[KernelSpec]]]:
+    """What `_choice` found for a leaf."""
+    return {}
 
 
 def packed_of(encoded: EncodedTensor) -> "Packed":

@@ -12,6 +12,8 @@ A warp of 32 lanes has 128 neighbours, the largest block, four in each lane: wha
 exchanged between lanes, what differs by 32 or 64 lies in one. So nothing passes through local memory, and nobody waits.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -122,6 +124,7 @@ def rotate_kernel(
             tl.store(y + line * size + k, v[r].to(y.dtype.element_ty), mask=k < size)
 
 
+@lru_cache(maxsize=1024)
 def rotate_spec(
     batch: int,
     size: int,

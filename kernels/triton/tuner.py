@@ -85,6 +85,11 @@ def use_measured(cache: TuningCache, target: str) -> int:
     return len(known)
 
 
+def measured_count() -> int:
+    """How many tiles are in use that were measured: another number, and what was chosen before may not be chosen now."""
+    return len(_MEASURED.entries)
+
+
 def short_list(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> list[str]:
     """Names of the tiles to time for a product, the first choice first; at most seven."""
     first = first_choice(layout, batch, dtype, arch)
