@@ -281,7 +281,7 @@ class Decoder:
             following = (self._head,) if last else self._layers[i + 1].qkv
             attended = Given(self._attend(i, glue.products(layer.qkv, x), state))
             x = glue.onto(h, layer.o, attended, layer.attention_out_norm, layer.ffn_norm, layer.gate_up)
-            y = glue.gate(layer.gate_up, x, gelu, layer.down)
+            y = glue.gate(layer.gate_up, x, gelu)
             x = glue.onto(h, layer.down, y, layer.ffn_out_norm, gain, following)
         logits = glue.products((self._head,), x)
         cap = float(self.config.shape["logit_cap"])

@@ -1,6 +1,6 @@
 """Activations times an encoded matrix on an NVIDIA or AMD GPU, by the Triton kernel for its format and batch.
 
-    one or two rows          int_bytes.py on NVIDIA: integers of large matrices, codes where they lie in their bytes
+    one or two rows          int_groups.py on NVIDIA: integers of up to 4 bits, a column of the matrix cores for each group
     up to 16 rows            skinny.py on NVIDIA, codes straight to operands of matrix instructions
     one row                  gemv.py, straight from the codes
     17 rows and more         wgmma.py on Hopper, for large matrices (hopper.py says which)
@@ -183,7 +183,7 @@ def leaf_specs(
     layout = layout_of(leaf)
     if layout is None:
         return []
-    if kernel in ("int_bytes", "skinny", "gemv", "gemm", "wgmma"):
+    if kernel in ("int_groups", "skinny", "gemv", "gemm", "wgmma"):
         tile = chosen(layout, batch, inside, arch) if kernel in ("gemm", "wgmma") else kernel
         return list(packed_specs(layout, batch, inside, arch, tile, outside))
     return [decode_spec(layout, min(out, block(width)), inside, False)]
@@ -194,7 +194,7 @@ def kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) ->
     a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
     """
-    from nstf.kernels.triton import int_bytes, shuffle_mma, skinny, trellis_gemm, tuner
+    from nstf.kernels.triton import int_groups, shuffle_mma, skinny, trellis_gemm, tuner
 
     half = -(-batch // 2)
     if leaf.tree.kind == "trellis":
@@ -211,8 +211,8 @@ def kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) ->
         return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "halves" if half <= SHUFFLE_BATCH else "blocks"
     layout = layout_of(leaf)
     if layout is not None:
-        if int_bytes.suits(layout, batch, dtype, arch):
-            return "int_bytes"
+        if int_groups.suits(layout, batch, dtype, arch):
+            return "int_groups"
         if skinny.suits(layout, batch, dtype, arch):
             return "skinny"
         if tuner.kernel_of(tuner.chosen(layout, batch, dtype, arch)) == "wgmma":
@@ -339,7 +339,7 @@ def _leaf(
     from nstf.kernels.triton.gemm import gemm
     from nstf.kernels.triton.gemv import gemv
     from nstf.kernels.triton.hopper import wgmma
-    from nstf.kernels.triton.int_bytes import int_bytes
+    from nstf.kernels.triton.int_groups import int_groups
     from nstf.kernels.triton.rotate import rotate
     from nstf.kernels.triton.skinny import skinny
     from nstf.kernels.triton.trellis import prepare, trellis_gemv
@@ -363,7 +363,7 @@ def _leaf(
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
-    product = {"int_bytes": int_bytes, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
+    product = {"int_groups": int_groups, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
     return product(x, packed_of(encoded), leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
 
 
