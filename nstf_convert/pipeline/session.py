@@ -5,8 +5,10 @@ import logging
 import math
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,6 +65,7 @@ class Session:
         may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
         as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`. check: is
         called once the model is open, before anything is written or takes long."""
+        self._begun = time.perf_counter()
         self.helper = given is not None
         self.may_drop, self.any_size = may_drop, any_size
         self.options = options
@@ -390,6 +393,7 @@ class Session:
                 list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
                 text, calibrations.drops_hessians(self, self.model), self.beside.count,
             )  # fmt: skip
+        found = replace(found, begun=time.perf_counter() - self._begun)
         self.stages.expect(found.seconds)
         machine = self.machine
         memory = [(found.host_bytes, machine.host_bytes, "memory")]
