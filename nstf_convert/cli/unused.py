@@ -22,6 +22,8 @@ def _reads_text_alone(model: Path) -> bool:
     if model.suffix == ".gguf":
         return model.is_file()
     try:
+        if not (model / "config.json").is_file():  # opening a pipe would wait for ever
+            return False
         with (model / "config.json").open("rb") as file:
             config = json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError):

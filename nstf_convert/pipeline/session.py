@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nstf import __version__
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.kernels.formats import trellis
+from nstf.kernels.formats import dense, trellis
 from nstf.kernels.trellis_encode import warm_up
 from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
@@ -102,6 +102,7 @@ class Session:
     def _open_model(self) -> None:
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
+            _check_types(self.checkpoint)
             self._help_beside()
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
@@ -313,13 +314,23 @@ class Session:
             except UnsupportedError as error:
                 self.model_reason = str(error)
             else:
-                if model.missing_said:
-                    log.warning("%s %s", self.options.model, model.missing_said)
-                return model
+                if self.checkpoint.architecture is not None:
+                    self._check_held(model)
+                    return model
+                self.model_reason = "its config.json does not describe its tensors"
         log.warning(
             "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
         )
         return None
+
+    def _check_held(self, model: StreamedModel) -> None:
+        """Says which buffers are missing. Raises UnsupportedError where the checkpoint lacks a matrix of its model."""
+        if model.missing_said:
+            log.warning("%s %s", self.options.model, model.missing_said)
+        names = set(self.checkpoint.names())
+        for _, _, weight in model.linear_modules():
+            if weight not in names:
+                self.checkpoint.info(weight)
 
     def _work_dir(self) -> WorkDir:
         """The work directory of this job; a helper shares that of the process that started it."""
@@ -430,6 +441,16 @@ class Session:
             raise UsageError(
                 f"{self.options.model} has no usable tokenizer ({error}): put its tokenizer.json beside the weights"
             ) from error
+
+
+def _check_types(checkpoint: Any) -> None:
+    """Raises UnsupportedError for a tensor of a type that an artifact cannot hold."""
+    for name in checkpoint.names():
+        if (dtype := checkpoint.info(name).dtype) not in dense.DTYPES:
+            raise UnsupportedError(
+                f"{checkpoint.path}: tensor {name[:80]!r} has the type {dtype}, which is not supported; save it as another, "
+                "or leave it out"
+            )
 
 
 def _config(checkpoint: Any) -> dict[str, Any] | None:
