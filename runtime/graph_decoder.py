@@ -70,7 +70,7 @@ class State:
 
 
 def _same_when_captured(model: Any) -> bool:
-    """Whether a captured prompt has the same bits as one that is not: all matrices are integers, which kernels of ours multiply."""
+    """Whether a captured prompt has the same bits as one that is not: all matrices are integers, for kernels of ours."""
 
     def kinds(node: Node) -> set[str]:
         return {node.kind}.union(*(kinds(child) for child in node.children.values()))
@@ -113,7 +113,7 @@ class Decoder:
         self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
         # Of a divided model they are not: sums inside of a captured prompt have not been run on GPUs. Nor where the library
-        # multiplies: the second prompt of a length then rounded otherwise than the first (0.6 % of the logits, trellis codes).
+        # multiplies: there the second prompt of a length rounded otherwise than the first (by 0.6 %, trellis codes).
         captured = not self._divided and (capture is not None or _same_when_captured(model))
         self._prompts = Prompts(model, len(self._layers), self._capture if captured else None)
 
