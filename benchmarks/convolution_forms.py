@@ -46,7 +46,7 @@ from nstf_convert.pipeline.session import Session
 # 3x3 kernels of fewer weights are not decomposed where only large ones are.
 LARGE = 100_000
 # Shares of the multiplications everywhere whose time `chosen` keeps to.
-CHOSEN = (0.5, 0.42, 0.38, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+CHOSEN = (0.7, 0.6, 0.5, 0.46, 0.42, 0.38, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 
 
 def chained(method: str, unit: Unit, share: float) -> Recipe:
@@ -102,7 +102,7 @@ def chosen(
         }
         for u in units
     }
-    room = sum(seconds[u.name].get(f"svd {share}", seconds[u.name]["integers"]) for u in units)
+    room = sum(seconds[u.name].get(f"svd {share}", seconds[u.name]["int4"]) for u in units)
     found = cheapest(lost, seconds, room)
     facts = {"expected": sum(lost[n][k] for n, k in found.items()), "room_ms": 1e3 * room}
     print(

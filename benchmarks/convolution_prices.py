@@ -1,8 +1,8 @@
 """Seconds of single convolutions by what they are stored as: what `convolution.py alike` chooses by.
 
 A table is measured where its file will run (`convolution.py prices MODEL --json FILE`) and may be taken to where networks
-are healed (`alike --prices FILE`). Times do not depend on what weights say: random ones do, and the model need not be
-trained.
+are healed (`alike --prices FILE`). Times do not depend on what weights say: random codes do, and the model need not be
+trained. A chain's stages are timed in one call, as they run in a fused model.
 """
 
 import json
@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nstf.decomposers import chains
-from nstf.kernels.convolution import Geometry, convolve
-from nstf.kernels.formats import EncodedTensor
 from nstf.proposals import Recipe
-from nstf.quantizers.stats import Stats
 from nstf.runtime.modules import geometry_of
 from nstf_convert.pipeline.propose import recipe as recipes
+from nstf_convert.speed.convolutions import way_of
+from nstf_convert.speed.measure import Pool
 
 # Shares of the multiplications of a 3x3 kernel that are measured; integers beside them.
-SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.38, 0.42, 0.5, 0.6, 0.7)
-TUCKER_SHARES = (0.05, 0.1, 0.15, 0.25, 0.35)
-LARGE_SIDE, ROUNDS = 224, 15
+SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.38, 0.42, 0.46, 0.5, 0.6, 0.7)
+TUCKER_SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.45)
+# Of factors, and of what is stored as integers: with AVX2 fewer bits are faster, since more products add up in 16 bits.
+FACTOR_BITS, INTEGER_BITS = 5, (4, 5, 6)
+LARGE_SIDE, ROUNDS = 224, 40
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def integers(bits: int, group: int = 64) -> Recipe:
 
 
 def chain(method: str, shape: Sequence[int], stride: tuple[int, ...], share: float) -> Recipe:
-    """A decomposition of a 3x3 kernel at a share of its multiplications, its factors in 6 bits; other tensors, and kernels
-    without one, are such integers themselves."""
+    """A decomposition of a 3x3 kernel at a share of its multiplications, its factors in FACTOR_BITS; other tensors, and
+    kernels without one, are such integers themselves."""
     shape = tuple(shape)
     params = None
     if shape[2:] == (3, 3):
@@ -80,20 +81,22 @@ def chain(method: str, shape: Sequence[int], stride: tuple[int, ...], share: flo
         params = (
             chains.low_rank_params(shape, share) if low_rank else chains.tucker_params(shape, share, stride)
         )
-    return integers(6, 0) if params is None else Recipe(method, params, {"factor": integers(6, 0)})
+    factor = integers(FACTOR_BITS, 0)
+    return factor if params is None else Recipe(method, params, {"factor": factor})
 
 
 def options(shape: Sequence[int], stride: tuple[int, ...]) -> dict[str, Recipe]:
-    """What `chosen` picks from, by name: "svd 0.25", "tucker 0.25", "integers"."""
+    """What `chosen` picks from, by name: "svd 0.25", "tucker 0.25", "int4"."""
+    plain = {f"int{bits}": integers(bits, 0) for bits in INTEGER_BITS}
     if tuple(shape[2:]) != (3, 3):
-        return {"integers": integers(6, 0)}
+        return plain
     found = {f"svd {s}": chain("svd", shape, stride, s) for s in SHARES}
     for share in TUCKER_SHARES:
         recipe = chain("tucker", shape, stride, share)
         if recipe.method == "tucker":
             # Bases as the unfoldings have them: what turns would gain, healing gains too.
             found[f"tucker {share}"] = replace(recipe, params={**recipe.params, "iterations": 0})
-    return {**found, "integers": integers(6, 0)}
+    return found | plain
 
 
 def convolutions(model: nn.Module) -> dict[str, tuple[Any, torch.Size]]:
@@ -113,37 +116,33 @@ def convolutions(model: nn.Module) -> dict[str, tuple[Any, torch.Size]]:
 
 
 def measure(model: nn.Module, threads: int) -> Prices:
-    """Of every convolution in each of its forms, channels last, without what follows it. With one thread by processor
-    time, else by the clock: that wants an idle machine."""
+    """Of every convolution in each of its forms, channels first, without what follows it: the least of some rounds, in which
+    the forms take turns. With one thread by processor time, else by the clock: that wants an idle machine."""
+    clock = time.process_time if threads == 1 else time.perf_counter
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    pool = Pool(4 * sum(p.numel() for p in model.parameters()))
     seconds: dict[str, float] = {}
     try:
         with torch.inference_mode():
             for module, image in convolutions(model).values():
                 shape, stride = tuple(module.weight.shape), tuple(module.stride)
                 forms = {key(r, shape, image, stride): r for r in options(shape, stride).values()}
-                wanted = {n: r for n, r in forms.items() if n not in seconds}
-                if wanted:
-                    weight = torch.randn(shape) / math.sqrt(math.prod(shape[1:]))
-                    made = {n: recipes.encode(r, weight, Stats(), 1) for n, r in wanted.items()}
-                    x = torch.randn(image).relu().to(memory_format=torch.channels_last)
-                    seconds |= _times(made, x, geometry_of(module), threads)
+                x, geometry = torch.rand(image), geometry_of(module)
+                ways = {
+                    name: way_of(x, pool.filled(recipes.tree_of(r, shape, 1), shape), geometry).run
+                    for name, r in forms.items() if name not in seconds
+                }  # fmt: skip
+                for turn in range(ROUNDS if ways else 0):
+                    pool.pass_by()
+                    first = turn % len(ways)  # whoever comes first finds its codes and the image in memory
+                    for name in (*ways, *ways)[first : first + len(ways)]:
+                        start = clock()
+                        ways[name]()
+                        seconds[name] = min(seconds.get(name, math.inf), clock() - start)
     finally:
         torch.set_num_threads(before)
     return Prices(processor(), threads, seconds)
-
-
-def _times(made: dict[str, EncodedTensor], x: Tensor, geometry: Geometry, threads: int) -> dict[str, float]:
-    """The least of some rounds, in which the forms take turns."""
-    clock = time.process_time if threads == 1 else time.perf_counter
-    least = dict.fromkeys(made, math.inf)
-    for _ in range(ROUNDS + 1):
-        for name, weight in made.items():
-            start = clock()
-            convolve(x, weight, None, geometry)
-            least[name] = min(least[name], clock() - start)
-    return least
 
 
 def processor() -> str:

@@ -1,11 +1,12 @@
 """A whole encoded model decoding on a GPU in captured graphs, against bfloat16 in captured graphs and in torch.compile.
 
-    python benchmarks/gpu_model.py [--preset 8b] [--format NAME] [--head NAME] [--batch 1] [--rounds 5]
-        [--no-compile] [--json FILE]
+    python benchmarks/gpu_model.py [--preset 8b] [--format NAME] [--head NAME | --plan FILE] [--batch 1]
+        [--rounds 5] [--no-compile] [--json FILE]
 
 The model has the shape of Llama-3 8B (or of a smaller one) and random weights, made on the device in a format of
 gpu_kernels.py (int4 in groups of 128 if none is named, `--head` for table and output layer), all matrices included; the
-bfloat16 model has the same values. Compared, in rounds that alternate:
+bfloat16 model has the same values. `--plan`: formats by name from what `nstf plan --json` or the report of `nstf convert`
+says; each layer of a smaller model stands for several neighbours. Compared, in rounds that alternate:
 
     coded graph      what `model.generate` of a loaded artifact does: runtime/graph_decoder.py
     bf16 graph       the same step with dense matrices (q, k, v and gate, up as one each): the strongest we know to make
@@ -19,6 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 from gpu_kernels import FORMATS, bandwidth, random_encoded
 from torch import nn
 
-from nstf.kernels.formats import EncodedTensor, Node, decode
+from nstf.kernels.formats import EncodedTensor, Node, decode, node_from_json
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.modules import attach
 from nstf.runtime.parameter import EncodedParameter
@@ -68,8 +70,39 @@ DTYPE = torch.bfloat16
 PROMPT = 128
 
 
-def models(config: dict[str, Any], tree: Node, head: Node) -> tuple[Any, Callable[[], Any]]:
-    """(the encoded model on the device, how to make the dense one of the same values). head: of table and output layer."""
+def named(tree: Node, head: Node) -> Callable[[str], Node]:
+    """The format of each matrix. head: of table and output layer."""
+    return lambda name: head if name.endswith(("embed_tokens.weight", "lm_head.weight")) else tree
+
+
+def planned(path: Path, layers: int) -> Callable[[str], Node]:
+    """The format of each matrix of a model with so many layers, by a plan for it or for one with fewer."""
+    trees = {t["name"]: node_from_json(t["tree"]) for t in json.loads(path.read_text())["tensors"]}
+    given = len({name.split(".")[2] for name in trees if name.startswith("model.layers.")})
+
+    def format_of_name(name: str) -> Node:
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(int(parts[2]) * given // layers)
+        found = trees.get(".".join(parts)) or trees["model.embed_tokens.weight"]
+        return _fitted(found)
+
+    return format_of_name
+
+
+def _fitted(tree: Node) -> Node:
+    """A format for other sizes: of groups that are short rows groups of 128, of several rates their mean."""
+    params = tree.params
+    if tree.kind == "int" and (params.group == 0 or params.group > 128):
+        params = replace(params, group=128)
+    if tree.kind == "trellis" and params.rows:
+        mean = sum(q * r for q, r in zip(params.quarter_bits, params.rows, strict=True)) / sum(params.rows)
+        params = replace(params, quarter_bits=(round(mean),), rows=())
+    return Node(tree.kind, params, {name: _fitted(child) for name, child in tree.children.items()})
+
+
+def models(config: dict[str, Any], format_of_name: Callable[[str], Node]) -> tuple[Any, Callable[[], Any]]:
+    """(the encoded model on the device, how to make the dense one of the same values)."""
     model: Any = build_skeleton(config, dtype=DTYPE)
     stored = {}
     for seed, (name, parameter) in enumerate(list(model.named_parameters())):
@@ -80,7 +113,7 @@ def models(config: dict[str, Any], tree: Node, head: Node) -> tuple[Any, Callabl
                 module, leaf, nn.Parameter(torch.ones(parameter.shape, dtype=DTYPE, device="cuda"), False)
             )
             continue
-        own = head if name.endswith(("embed_tokens.weight", "lm_head.weight")) else tree
+        own = format_of_name(name)
         encoded = random_encoded(own, tuple(parameter.shape), seed)
         some = decode(EncodedTensor(own, encoded.shape, encoded.arrays))[:256].std()
         # Weights of 0.02, as models begin with.
@@ -172,6 +205,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="8b")
     parser.add_argument("--format", choices=FORMATS, default="int4 g128", help="of all matrices")
     parser.add_argument("--head", choices=FORMATS, help="of table and output layer, where another")
+    parser.add_argument("--plan", type=Path, help="formats by the JSON of a plan, in their place")
     parser.add_argument("--batch", type=int, default=1, help="sequences that are decoded together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128, help="tokens to decode in a round")
@@ -187,7 +221,10 @@ def main() -> None:
     config = LLAMA | PRESETS[options.preset]
     ids = torch.randint(0, config["vocab_size"], (options.batch, PROMPT), device="cuda")
     before = torch.cuda.memory_allocated()
-    model, make_dense = models(config, FORMATS[options.format], FORMATS[options.head or options.format])
+    own = named(FORMATS[options.format], FORMATS[options.head or options.format])
+    if options.plan:
+        own = planned(options.plan, config["num_hidden_layers"])
+    model, make_dense = models(config, own)
     contenders: dict[str, Any] = {"coded graph": Captured(model)}
     peaks = {"coded graph": with_peak(lambda: contenders["coded graph"].run(ids, options.tokens), before)}
     before = torch.cuda.memory_allocated()

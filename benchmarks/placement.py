@@ -10,12 +10,12 @@ for each shape (hidden x feed-forward) and number of rows:
     tensor N       q, k, v, gate and up by rows, o and down by columns (formats/shards.py), all-reduces after o and down
     pipeline N     layers one part after the other, [rows, hidden] handed on; one microbatch
 
-Predicted: the products' prices (on a CPU timed in turn through as many bytes as the model has, on a GPU by the planner's
-model) and the machine that `nstf place --measure` finds. On a GPU a second prediction takes products timed alone in a
-captured graph, so that errors of links and of the model can be told apart; on a CPU the first process's time in all-reduces
-is shown beside the predicted one. Measured: the least of the rounds, in which the plans take turns, from the start of the
-last process that has work at once to the last one's end. Norms, rotations and attention are left out on both sides: these
-are products and links.
+Predicted: the products' prices (on a CPU timed in turn through as many bytes as the model has, in the rounds of the plans;
+on a GPU by the planner's model) and the machine that `nstf place --measure` finds. On a GPU a second prediction takes
+products timed alone in a captured graph, so that errors of links and of the model can be told apart; on a CPU the first
+process's time in all-reduces is shown beside the predicted one. Measured: the least of the rounds, in which the plans take
+turns, from the start of the last process that has work at once to the last one's end. Norms, rotations and attention are
+left out on both sides: these are products and links.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -42,19 +43,24 @@ from placement_layers import (
 )
 from torch import Tensor
 
+from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import panel_threads
 from nstf.runtime.messages import awake
 from nstf.runtime.ranks import Ranks, use_own_cores
 from nstf_convert.place.costs import Matrix
 from nstf_convert.place.fabric import Fabric
+from nstf_convert.place.in_turn import MOST_ROWS, InTurn
 from nstf_convert.place.machine import Machine
-from nstf_convert.place.measure import first_failure, measure_machine, measured_products
+from nstf_convert.place.measure import first_failure, measure_machine, measured_products, part_of
 from nstf_convert.place.products import Products
+from nstf_convert.place.worker import agreed
 from nstf_convert.speed import cache
 from nstf_convert.speed.measure import Pool
 
 # What the goal says.
 WITHIN = 0.2
+# That plans take turns for at least, and that prices are taken for in each round, on a CPU.
+SECONDS, ROUND_SECONDS = 6.0, 0.15
 
 
 @torch.no_grad()
@@ -92,12 +98,17 @@ def worker(task: dict[str, Any]) -> None:
         if ranks > 1:
             plans[f"tensor {ranks}"] = layers(rank, ranks, count, rows)
             plans[f"pipeline {ranks}"] = layers(0, 1, count // ranks, rows)
+        # On a CPU the prices are taken between the plans: cores of a shared host are fast and slow by turns of seconds.
+        prices = {}
+        if kind == "cpu" and rank == 0 and rows <= MOST_ROWS:
+            prices = {n: prices_of(found, rows, n, size) for n in sorted({1, ranks})}
         with awake() if kind == "cpu" else nullcontext():
-            best, summing = least(calls_of(plans, x, rank, ranks), task, place)
+            best, summing = least(calls_of(plans, x, rank, ranks), task, place, summed, prices)
         alone = {}
         if rank == 0 and kind == "cuda":
             alone = {m.name: alone_seconds(m, ranks, rows, place, dtype, size) for m in found}
-        out.append({"plans": best, "summing": summing, "alone": alone})
+        priced = {n: timed_alone.seconds() for n, timed_alone in prices.items()}
+        out.append({"plans": best, "summing": summing, "alone": alone, "prices": priced})
     if rank == 0:
         Path(task["out"]).write_text(json.dumps(out))
     dist.barrier()
@@ -137,19 +148,37 @@ def calls_of(
     return calls
 
 
+def prices_of(found: list[Matrix], rows: int, parts: int, size: int) -> InTurn:
+    """The products of a layer, or of a rank's part, to be timed alone."""
+    shapes = [part_of(m, parts)[0] for m in found]
+    cases = [(m.tree, shape) for m, shape in zip(found, shapes, strict=True)]
+    return InTurn(cases, rows, ext.isa(), 1, size, parts)
+
+
 def least(
-    calls: dict[str, Callable[[], object]], task: dict[str, Any], place: torch.device
+    calls: dict[str, Callable[[], object]],
+    task: dict[str, Any],
+    place: torch.device,
+    summed: Ranks,
+    prices: dict[int, InTurn],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The least seconds of each, in turn; and what of these this process was in all-reduces, on a CPU."""
+    """The least seconds of each, in turn; and what of these this process was in all-reduces, on a CPU. prices: what is
+    timed by itself in each round."""
     best, summing = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, 0.0)
     for call in calls.values():
         call()
-    for _ in range(task["rounds"]):
+    begun, round_ = time.perf_counter(), 0
+    while round_ < task["rounds"] or (
+        place.type == "cpu" and agreed(time.perf_counter() - begun, place, most=True) < SECONDS
+    ):
+        round_ += 1
+        for timed_alone in prices.values():
+            timed_alone.round(ROUND_SECONDS)
         for name, call in calls.items():
             for _ in range(task["times"]):
-                dist.barrier()
                 SUMMING[0] = 0.0
-                seconds = timed(call, place, begins=dist.get_rank() == 0 or name.startswith("tensor"))
+                begins = dist.get_rank() == 0 or name.startswith("tensor")
+                seconds = timed(call, place, begins, summed)
                 if seconds < best[name]:
                     best[name], summing[name] = seconds, SUMMING[0]
     return best, summing
@@ -169,6 +198,11 @@ def start(ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:
             raise SystemExit(f"placement.py: process {bad} failed; its message is above")
         found: list[dict[str, Any]] = json.loads(Path(task["out"]).read_text())
         return found
+
+
+def as_timed(prices: dict[str, list[float]]) -> Products:
+    """Products at the prices of the first process, by the number of parts."""
+    return Products(lambda device, matrices, parts, rows: prices[str(parts)])
 
 
 def predicted(
@@ -233,8 +267,10 @@ def main() -> None:
         if machine is None or kind == "cpu":
             machine = measure_machine(ranks)
         products = measured_products(machine, options.layers * sum(m.size_bytes for m in found))
-        guesses = [predicted(machine, products, found, rows, options.layers, {}) for rows in options.rows]
-        for rows, guess, result in zip(options.rows, guesses, start(ranks, task), strict=True):
+        for rows, result in zip(options.rows, start(ranks, task), strict=True):
+            if result["prices"]:
+                products = as_timed(result["prices"])
+            guess = predicted(machine, products, found, rows, options.layers, {})
             again = predicted(machine, products, found, rows, options.layers, result["alone"])["plans"]
             lines.append(
                 show(text, rows, guess["plans"], again if result["alone"] else None, result["plans"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.linear import linear
+from nstf.runtime.messages import mailbox
 from nstf.runtime.ranks import Ranks
 from nstf_convert.place.costs import Matrix, tree_of
 from nstf_convert.place.worker import captured as captured_calls
@@ -129,21 +130,28 @@ def captured(call: Callable[[], object], place: torch.device) -> Callable[[], ob
     return captured_calls(call, 1)
 
 
-def timed(call: Callable[[], object], place: torch.device, begins: bool) -> float:
-    """Seconds from the start to the last process's end, by the clock that all on a host share.
+def timed(call: Callable[[], object], place: torch.device, begins: bool, ranks: Ranks) -> float:
+    """Seconds from the start to the last process's end, by the clock that all on a host share. All begin at once.
 
     begins: whether this process has work at once; the last of those that have starts the clock, since processes leave a
     barrier up to 60 us apart. Of each process's own seconds the longest would leave out what others did before it began: of
     a pipeline, half.
     """
     if place.type == "cuda":
+        dist.barrier()
         torch.cuda.synchronize()
+    else:
+        # Not by gloo's barrier: it puts processes to sleep, and a small model is slower just after.
+        ranks.sum(torch.zeros(1))
     start = time.perf_counter()
     call()
     if place.type == "cuda":
         torch.cuda.synchronize()
     held = torch.tensor([time.perf_counter(), start if begins else 0.0], dtype=torch.float64, device=place)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    if place.type == "cuda":
+        dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    else:
+        held = mailbox(ranks, 0).exchange(held).amax(0)
     end, began = held.tolist()
     return float(end - began)
 

@@ -8,7 +8,8 @@ weight ever exists, and what it predicts means nothing. Then it starts a process
 All load their parts; the first also loads the whole model. In rounds that alternate, all decode together and then the first
 alone, while the others wait: the step of runtime/graph_decoder.py, a captured graph on GPUs; one sequence on CPUs by the C++
 engine. A rate is new tokens of all
-sequences after a prompt over the time from the first to the last; prefill is the prompt through transformers' modules.
+sequences after a prompt over the time from the first to the last; prefill is the prompt as `generate` runs it (up to 1024
+tokens a captured graph on one GPU), and with it through transformers' modules one by one.
 Memory is what torch's allocator has after loading and at the peak of decoding (on a CPU: the bytes of the arrays). Before
 that, all-reduces of several sizes are timed, and their sums checked. Logits of all ranks and of one are compared after a
 prompt. The file is deleted unless --folder is given.
@@ -37,6 +38,7 @@ from nstf.kernels.formats import EncodedTensor, Node, array_specs, decode
 from nstf.kernels.formats.tree import format_of
 from nstf.runtime.artifact import Source, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
+from nstf.runtime.graph_prompt import CAPTURED_FROM
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.ranks import use_own_cores
 from nstf.runtime.skeleton import build_skeleton
@@ -168,11 +170,14 @@ class Contender:
         found: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
         return found
 
-    def prefill(self, ids: Tensor) -> float:
-        """Tokens a second."""
+    def prefill(self, ids: Tensor, captured: bool) -> float:
+        """Tokens a second; as `generate` runs the prompt if `captured`, else by the modules."""
         synchronise(self.device)
         start = time.perf_counter()
-        self.logits(ids)
+        if captured:
+            self.decoder.prompt(ids)
+        else:
+            self.logits(ids)
         synchronise(self.device)
         return ids.numel() / (time.perf_counter() - start)
 
@@ -250,13 +255,19 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
     divided = Contender(path, device, options.ranks)
     dist.barrier()
     found |= {"load_seconds": divided.load_seconds, "bytes": divided.bytes, "held": divided.held}
+    if rank == 0:
+        print(f"{options.ranks} ranks loaded in {divided.load_seconds:.2f} s", flush=True)
     # The first load also compiles kernels and starts libraries.
     found["again_seconds"] = Contender(path, device, options.ranks).load_seconds
     dist.barrier()
     found["read_seconds"] = read_seconds(path, divided.bytes, rank)
     dist.barrier()
-    whole = Contender(path, device, 1) if rank == 0 else dist.barrier()
-    if isinstance(whole, Contender):
+    whole: Contender | None = None
+    if rank == 0:
+        whole = divided if options.ranks == 1 else Contender(path, device, 1)
+    else:
+        dist.barrier()
+    if whole is not None:
         found["whole"] = {"load_seconds": whole.load_seconds, "bytes": whole.bytes, "held": whole.held}
     for batch in options.batches:
         vocabulary = divided.model.config.vocab_size
@@ -264,12 +275,17 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
             3, vocabulary, (batch, options.prompt), generator=torch.Generator().manual_seed(0)
         )
         ids = ids.to(device)
-        found[f"batch {batch}"] = {
-            "decode": in_turn(
-                divided, whole, lambda c, ids=ids: c.decode(ids, options.tokens), options.rounds
-            ),
-            "prefill": in_turn(divided, whole, lambda c, ids=ids: c.prefill(ids), options.rounds),
+        found[f"batch {batch}"] = {}
+        ways: dict[str, Callable[[Contender], float]] = {
+            "decode": lambda c, ids=ids: c.decode(ids, options.tokens),
+            "prefill": lambda c, ids=ids: c.prefill(ids, device.type == "cuda"),
         }
+        if device.type == "cuda":
+            ways["prefill by modules"] = lambda c, ids=ids: c.prefill(ids, False)
+        for kind, way in ways.items():
+            rates = found[f"batch {batch}"][kind] = in_turn(divided, whole, way, options.rounds)
+            if rank == 0:  # at once: what comes later may not come
+                print(f"{kind}, batch {batch}: {line_of(rates)}", flush=True)
         dist.barrier()
         ours = divided.logits(ids).double()
         dist.barrier()
@@ -287,16 +303,22 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
 def in_turn(
     divided: Contender, whole: Contender | None, call: Callable[[Contender], float], rounds: int
 ) -> dict[str, list[float]]:
-    """Rates of all ranks together, and of the first alone; the first round of each is not counted."""
+    """Rates of all ranks together, and of the first alone; the rounds up to the capture of a prompt are not counted."""
     rates: dict[str, list[float]] = {"divided": [], "whole": []}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + CAPTURED_FROM):
         dist.barrier()
         rates["divided"].append(call(divided))
         dist.barrier()
         if whole is not None:
             rates["whole"].append(call(whole))
         dist.barrier()
-    return {name: values[1:] for name, values in rates.items()}
+    return {name: values[CAPTURED_FROM:] for name, values in rates.items()}
+
+
+def line_of(rates: dict[str, list[float]]) -> str:
+    """The medians of all ranks together and of one, and how many times the former are the latter."""
+    divided, alone = median(rates["divided"]), median(rates["whole"])
+    return f"{divided:12.1f}{alone:12.1f}{divided / alone:8.2f}"
 
 
 def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> None:
@@ -316,13 +338,12 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
             f"loaded in {own['load_seconds']:.2f} s, again in {own['again_seconds']:.2f}, "
             f"reading as much took {own['read_seconds']:.2f} s"
         )
-    print(f"{'':22}{f'{n} ranks':>12}{'one':>12}{'times':>8}")
+    print(f"{'':30}{f'{n} ranks':>12}{'one':>12}{'times':>8}")
     for batch in options.batches:
-        for kind in ("decode", "prefill"):
-            rates = first[f"batch {batch}"][kind]
-            divided, alone = median(rates["divided"]), median(rates["whole"])
-            label = f"{kind}, batch {batch}"
-            print(f"{label:22}{divided:12.1f}{alone:12.1f}{divided / alone:8.2f}")
+        for kind in ("decode", "prefill", "prefill by modules"):
+            if kind not in first[f"batch {batch}"]:
+                continue
+            print(f"{f'{kind}, batch {batch}':30}{line_of(first[f'batch {batch}'][kind])}")
         print(f"logits, batch {batch}: relative difference {first[f'batch {batch}']['difference']:.1e}")
 
 

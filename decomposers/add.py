@@ -53,7 +53,7 @@ def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
     wanted = [
         Recipe("add", {}, {"base": base, "correction": Recipe("svd", {"rank": rank}, {"factor": FACTOR})})
         for base, rank in BASES
-        if base.method in room.methods and rank <= signature.matrix.side // 4
+        if base.method in room.methods and rank <= min(signature.rows, signature.cols) // 4
     ]
     return [r for r in wanted if _may_win(r, signature, room)]
 

@@ -9,6 +9,8 @@ It has no hook for other kinds of files and no entry point, so the few methods t
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -82,18 +84,39 @@ class NstfQuantizer(HfQuantizer):  # type: ignore[misc]
 def save(model: Any, plain: Any, directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
     """save_pretrained of a loaded model. plain: that of its class in transformers."""
     config = NstfConfig(tensors=folder.describe(model))
+    generation = getattr(model, "generation_config", None)
     before = model.__dict__.get("hf_quantizer")
     model.hf_quantizer = NstfQuantizer(config)
     model.config.quantization_config = config
     try:
-        # The arrays go by the modules' names: there is no older format of them to write.
-        plain(directory, *args, **{"save_original_format": False, **kwargs})
+        with _settings_as_they_are(generation):
+            # The arrays go by the modules' names: there is no older format of them to write.
+            plain(directory, *args, **{"save_original_format": False, **kwargs})
     finally:
         if before is None:
             del model.hf_quantizer
             del model.config.quantization_config
         else:
             model.hf_quantizer = before
+
+
+@contextmanager
+def _settings_as_they_are(generation: Any) -> Iterator[None]:
+    """Inside, generation settings are written that transformers only warns of when it reads them: a temperature beside
+    `do_sample: false`, which many models of the hub have. It refuses to write those."""
+    own = type(generation)
+    if generation is None:
+        yield
+        return
+
+    def validate(self: Any, strict: bool = False, *args: Any, **kwargs: Any) -> None:
+        own.validate(self, False, *args, **kwargs)
+
+    generation.__class__ = type(own.__name__, (own,), {"validate": validate})
+    try:
+        yield
+    finally:
+        generation.__class__ = own
 
 
 citizen.save_with = save

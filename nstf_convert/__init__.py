@@ -51,22 +51,32 @@ def convert(
     kinds: dict[Kind, float | None] = {
         "ratio": budget, "bytes": target_size, "bpw": target_bpw, "max_kl": max_kl,
     }  # fmt: skip
-    given = [(kind, float(value)) for kind, value in kinds.items() if value is not None]
+    given = [(kind, value) for kind, value in kinds.items() if value is not None]
     if len(given) != 1:
         raise UsageError("give exactly one of budget, target_size, target_bpw and max_kl")
-    texts = [dataset] if isinstance(dataset, str | Path) else list(dataset)
+    kind, size = given[0]
+    if isinstance(size, bool) or not isinstance(size, int | float) or not abs(size) < 1e300:
+        raise UsageError(f"the {'budget' if kind == 'ratio' else kind} {str(size)[:40]!r} is no number")
+    for path in (model, output, *(dataset if isinstance(dataset, list | tuple) else (dataset,))):
+        if not isinstance(path, str | Path | None) or model is None:
+            raise UsageError(f"{str(path)[:40]!r} is no path: give a text or a Path")
+    texts = [dataset] if isinstance(dataset, str | Path) else list(dataset or ())
     check_path(model)
-    path = Path(output) if output is not None else _default_output(model)
-    check_path(path)
+    target = Path(output) if output is not None else _default_output(model)
+    check_path(target)
     known = sorted(set(ConvertOptions.__dataclass_fields__) - {"model", "output", "budget", "datasets"})
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise UsageError(f"unknown option {unknown[0]!r}: there are {', '.join(known)}")
-    if path.resolve() == Path(model).resolve():
-        raise UsageError(f"the output {path} is the input: give another name")
+    if target.resolve() == Path(model).resolve():
+        raise UsageError(f"the output {target} is the input: give another name")
     settings: dict[str, Any] = dict(options)
     chosen = ConvertOptions(
-        model=str(model), output=path, budget=Budget(*given[0]), datasets=tuple(map(str, texts)), **settings
+        model=str(model),
+        output=target,
+        budget=Budget(kind, float(size)),
+        datasets=tuple(map(str, texts)),
+        **settings,
     )
     from nstf_convert import pipeline
 

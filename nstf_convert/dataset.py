@@ -132,11 +132,12 @@ def _located(path: str | Path) -> Path:
 
 def _files(root: Path) -> list[Path]:
     if root.is_dir():
-        files = sorted(
-            p
-            for p in root.rglob("*")
-            if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
-        )
+        with _read_errors(root):
+            files = sorted(
+                p
+                for p in root.rglob("*")
+                if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
+            )
         if not files:
             raise UsageError(f"the dataset folder {root} has no {', '.join(SUFFIXES)} file")
         return files
@@ -216,7 +217,6 @@ def _unicode(text: str, where: str) -> str:
 
 def _parquet(file: Path, field: str | None) -> Iterator[str]:
     try:
-        import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(f"reading {file} needs pyarrow; run `pip install pyarrow`") from error
@@ -231,7 +231,11 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
             )
         for value in column_values(table, column, str(file)):
             yield _text_of({column: value}, column, str(file))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (NstfError, UnicodeDecodeError):
+        raise
+    except (
+        Exception
+    ) as error:  # of pyarrow's own, and Python's where a column holds dates that Python has none for
         if out_of_memory(error):
             raise NstfError(
                 f"not enough memory to read the dataset {file}; free some, or raise its limit"

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from nstf.errors import UsageError
 from nstf_convert.budget import Budget
 from nstf_convert.checkpoint.paths import check_path
+from nstf_convert.keywords import ConvertKeywords
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,31 @@ CACHE = "KV cache"
 SPEED = "Speed"
 # What a file is made for: its bytes alone, bytes and time, or time.
 PREFERENCES = ("balance", "size", "speed")
+
+
+# Besides what ConvertKeywords says: what the fields are made of before it is turned into that.
+_ALSO: dict[str, tuple[type, ...]] = {
+    "min_speed": (int, float),
+    "target": (list,),
+    "formats": (list,),
+    "tp": (list, int),
+}
+
+
+def _check_types(options: "ConvertOptions") -> None:
+    """Raises UsageError for a value of another type than its field's; `True` is no number."""
+    for name, hint in get_type_hints(ConvertKeywords).items():
+        value = getattr(options, name)
+        kinds = tuple(get_origin(k) or k for k in (get_args(hint) or (hint,)) if k is not type(None))
+        kinds += (
+            _ALSO.get(name, ()) + ((int,) if float in kinds else ()) + ((PathLike,) if Path in kinds else ())
+        )
+        right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if name in ("target", "formats") and isinstance(value, tuple | list):
+            right = all(isinstance(word, str) for word in value)
+        if not right and not (value is None and type(None) in get_args(hint)):
+            words = str(getattr(hint, "__name__", hint)).replace("pathlib.", "").replace(" | None", "")
+            raise UsageError(f"`{name}` is {str(value)[:40]!r}, expected {words}")
 
 
 @dataclass(frozen=True)
@@ -195,6 +222,7 @@ class ConvertOptions:
     )
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.effort not in EFFORTS:
             raise UsageError(
                 f"the effort {str(self.effort)[:40]!r} is not known: choose {', '.join(EFFORTS)}"

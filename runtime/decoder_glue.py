@@ -1,8 +1,7 @@
 """What a decoder does between its matrices, by Triton on a GPU and by torch elsewhere.
 
 Where a product is of a kind that has endings (kernels/triton/ending.py), the gate, or the sum and norm of the residual
-stream, come with the sum of its parts. Of such a norm the root mean square is left to the product that follows. Where that
-is of a rotated matrix, the same launch turns its activations.
+stream, come with the sum of its parts. Of such a norm the root mean square is left to the product that follows.
 """
 
 from contextlib import nullcontext
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from nstf.kernels.torch import decode_step as reference
 from nstf.kernels.torch.decode_step import Cache, Heads
-from nstf.kernels.triton.ended import basis_of, ended, ended_specs
-from nstf.kernels.triton.ending import Basis, Ending, Meeting
+from nstf.kernels.triton.ended import ended, ended_specs
+from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.linear import arch_of
 from nstf.runtime.stacking import Matrix, together
 
@@ -25,12 +24,11 @@ class Given:
     """Activations for the next product.
 
     squares: f32 [batch, n], whose sum over n is that of the residual stream's squares: its root mean square is still to be
-    divided by. None: it was, or there is none. basis: the one into which they were turned for that product; None: none.
+    divided by. None: it was, or there is none.
     """
 
     values: Tensor
     squares: Tensor | None = None
-    basis: Basis | None = None
 
 
 class Glue:
@@ -64,63 +62,44 @@ class Glue:
         following: tuple[Matrix, ...],
     ) -> Given:
         """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`."""
-        batch, turned = len(h), x.basis is not None
-        basis = self._basis(following, batch)
-        adds, normed = Ending(adds=True, turned=basis), Ending(normed=True)
-        if out_gain is None and self._ends(matrix, batch, adds, turned):
-            if all(self._ends(m, batch, normed, basis is not None) for m in following):
-                return Given(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain)), basis)
+        adds, batch = Ending(adds=True), len(h)
+        if out_gain is None and self._ends(matrix, batch, adds):
+            if all(self._ends(m, batch, Ending(normed=True)) for m in following):
+                return Given(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain)))
         return Given(self._add_norm(h, self.products((matrix,), x), gain, out_gain))
 
     def products(self, matrices: tuple[Matrix, ...], x: Given) -> Tensor:
         """Those with x, side by side."""
-        if x.squares is None and x.basis is None:
+        if x.squares is None:
             return together(matrices, x.values)
-        ending = Ending(normed=x.squares is not None)
         meeting = Meeting(squares=x.squares, epsilon=self.epsilon)
-        found = [self._ended(m, x, ending, meeting)[0] for m in matrices]
+        found = [self._ended(m, x, Ending(normed=True), meeting)[0] for m in matrices]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
-    def gate(self, gate_up: tuple[Matrix, ...], x: Given, gelu: bool, down: Matrix) -> Given:
-        """The gate of the products with x, for the product `down`."""
-        batch, turned = len(x.values), x.basis is not None
-        basis = self._basis((down,), batch)
-        ending = Ending(gelu, x.squares is not None, turned=basis)
-        if len(gate_up) == 1 and self._ends(gate_up[0], batch, ending, turned):
-            meeting = Meeting(x.squares, self.epsilon)
-            return Given(self._ended(gate_up[0], x, ending, meeting)[0], basis=basis)
+    def gate(self, gate_up: tuple[Matrix, ...], x: Given, gelu: bool) -> Given:
+        """The gate of the products with x."""
+        ending = Ending(gelu, x.squares is not None)
+        if len(gate_up) == 1 and self._ends(gate_up[0], len(x.values), ending):
+            return Given(self._ended(gate_up[0], x, ending, Meeting(x.squares, self.epsilon))[0])
         both = self.products(gate_up, x)
         found: Tensor = (
             reference.gate(both, gelu) if self.kernels is None else self.kernels.gate(both, gelu, self.arch)
         )
         return Given(found)
 
-    def _basis(self, matrices: tuple[Matrix, ...], batch: int) -> Basis | None:
-        """The basis in which all of these want what they are given; None where they differ, or take it as it is."""
-        found = {
-            basis_of(m.encoded, batch, self.dtype, self.arch) if self._alone(m) and m.encoded else None
-            for m in matrices
-        }
-        return found.pop() if len(found) == 1 else None
-
-    def _alone(self, matrix: Matrix) -> bool:
-        """Whether nothing but an encoded matrix makes its product."""
-        given = matrix.encoded is not None and matrix.whole is None and matrix.bias is None
-        return self.kernels is not None and given
-
-    def _ends(self, matrix: Matrix, batch: int, ending: Ending, turned: bool) -> bool:
+    def _ends(self, matrix: Matrix, batch: int, ending: Ending) -> bool:
         """Whether a product has this ending."""
-        if matrix.encoded is None or not self._alone(matrix):
+        if self.kernels is None or matrix.encoded is None:
             return False
-        return bool(ended_specs(matrix.encoded, batch, self.dtype, ending, self.arch, turned))
+        alone = matrix.whole is None and matrix.bias is None
+        return alone and bool(ended_specs(matrix.encoded, batch, self.dtype, ending, self.arch))
 
     def _ended(
         self, matrix: Matrix, x: Given, ending: Ending, meeting: Meeting
     ) -> tuple[Tensor, Tensor | None]:
         assert matrix.encoded is not None
-        turned = x.basis is not None
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return ended(x.values, matrix.encoded, self.dtype, ending, meeting, self.arch, turned)
+            return ended(x.values, matrix.encoded, ending, meeting, self.arch)
 
     def _add_norm(self, h: Tensor, y: Tensor | None, gain: Tensor, out_gain: Tensor | None) -> Tensor:
         if self.kernels is None:

@@ -9,8 +9,8 @@ from nstf.errors import CorruptError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.torch.decode_step import Heads
 from nstf.kernels.triton.architecture import Architecture
-from nstf.kernels.triton.ended import basis_of, ended_specs
-from nstf.kernels.triton.ending import Basis, Ending
+from nstf.kernels.triton.ended import ended_specs
+from nstf.kernels.triton.ending import Ending
 from nstf.kernels.triton.packed import layout_of
 from nstf.kernels.triton.spec import KernelSpec, hollow
 from nstf.runtime.artifact import Artifact
@@ -51,10 +51,7 @@ def _together(artifact: Artifact, stack: tuple[str, ...]) -> Iterator[list[Encod
 def _ended(
     artifact: Artifact, config: EngineConfig, batch: int, dtype: torch.dtype, target: str
 ) -> Iterator[KernelSpec]:
-    """Products with their endings, as decoder_glue.py launches them: in whichever basis a matrix that follows may want."""
-
-    def bases(matrices: Iterable[EncodedTensor]) -> list[Basis | None]:
-        return list(dict.fromkeys([None, *(basis_of(m, batch, dtype, target) for m in matrices)]))
+    """Products with their endings, as decoder_glue.py launches them."""
 
     def named(*ends: str) -> list[EncodedTensor]:
         names = (n for n in artifact.names() if n.endswith(tuple(f"{end}.weight" for end in ends)))
@@ -68,20 +65,14 @@ def _ended(
     normed = Ending(normed=True)
     wanted = [(m, normed) for m in [*chain(*qkv), *head]]
     for parts in gate_up:
-        gated = len(parts) == 1
-        for basis in bases(down) if gated else ():
-            wanted += [(parts[0], Ending(gelu, n, turned=basis)) for n in (False, True)]
-        wanted += [(m, normed) for m in parts]
-    # What was turned by the gate, and is added by the norm.
-    wanted += [(m, Ending()) for m in down if basis_of(m, batch, dtype, target)]
-    for matrices, following in ((o, chain(*gate_up)), (down, chain(*qkv, head))) if not out_norms else ():
-        wanted += [(m, Ending(adds=True, turned=b)) for b in bases(following) for m in matrices]
+        endings = (normed,) if len(parts) > 1 else (normed, Ending(gelu), Ending(gelu, normed=True))
+        wanted += [(m, ending) for m in parts for ending in endings]
+    wanted += [(m, Ending(adds=True)) for m in (*o, *down) if not out_norms]
     done = set()
     for matrix, ending in wanted:
         key = repr(matrix.tree), tuple(matrix.shape), ending
         if key not in done:
             done.add(key)
-            # Turned or not: the launch that turns them is one more.
             yield from ended_specs(matrix, batch, dtype, ending, target)
 
 

@@ -63,7 +63,9 @@ class SummedLinear(Divided):
         def meanwhile() -> None:
             decode_following(self.following, x)
 
-        y: Tensor = self.ranks.sum(self._part(x), meanwhile if self.following else None)
+        # A sum that nothing is done beside needs no second stream.
+        some = any(_may_decode(parameter, x) for parameter in self.following)
+        y: Tensor = self.ranks.sum(self._part(x), meanwhile if some else None)
         return y
 
     def _in_pieces(self: Any, x: Tensor) -> Tensor:
@@ -99,15 +101,20 @@ class SummedLinear(Divided):
 
 def decode_following(following: tuple[Any, ...], x: Tensor) -> None:
     """Decodes what products of x [rows, in] would decode whole anyway, up to MOST_BYTES, and leaves it with them."""
-    left, case = MOST_BYTES, (len(x), x.dtype)
+    left = MOST_BYTES
     for parameter in following:
-        if getattr(parameter, "not_ahead", None) == case:
+        if not _may_decode(parameter, x):
             continue  # asking which kernel it is takes longer on the host than many a sum
         parameter.ahead = decoded_ahead(parameter.encoded, len(x), x.dtype, left)
         if parameter.ahead is None:
-            parameter.not_ahead = case
+            parameter.not_ahead = (len(x), x.dtype)
         else:
             left -= parameter.ahead.nbytes
+
+
+def _may_decode(parameter: Any, x: Tensor) -> bool:
+    """False where it was asked before, and products of x read the codes themselves."""
+    return getattr(parameter, "not_ahead", None) != (len(x), x.dtype)
 
 
 class AheadLinear:

@@ -66,6 +66,10 @@ def stream(
     )
     stated = {**drawn, "repetition_penalty": repetition_penalty}
     options |= {k: v for k, v in stated.items() if v is not None}
+    for name in ("num_beams", "num_return_sequences"):
+        if (getattr(model.generation_config, name, None) or 1) > 1:
+            _log.warning("the model's generation settings say %s: a text in pieces is decoded without", name)
+            options[name] = 1
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = _pad_token(model, tokenizer)
     failure: Queue[BaseException] = Queue()

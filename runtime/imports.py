@@ -1,8 +1,10 @@
 """Importing large libraries."""
 
 import gc
+import importlib.metadata
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 # What transformers imports where it is installed, and no language model needs: images for the losses of
@@ -36,3 +38,19 @@ def leave_out(names: Iterable[str]) -> None:
 def left_out() -> list[str]:
     """Those of `NOT_FOR_TEXT` that are."""
     return [name for name in NOT_FOR_TEXT if name in sys.modules and sys.modules[name] is None]
+
+
+def distributions_ahead() -> None:
+    """transformers asks, while it is imported, which distribution each installed package belongs to: a second of looking for
+    files. A thread finds it out while torch's libraries are loaded. For a command, not a library: it changes what the whole
+    process is answered."""
+    find = importlib.metadata.packages_distributions
+    found: list[Mapping[str, list[str]]] = []
+    thread = threading.Thread(target=lambda: found.append(find()), daemon=True)
+    thread.start()
+
+    def known() -> Mapping[str, list[str]]:
+        thread.join()
+        return found[0] if found else find()
+
+    importlib.metadata.packages_distributions = known

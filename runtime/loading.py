@@ -83,7 +83,7 @@ def load(
         raise UsageError(
             f"kv_cache {kv_cache!r} is the CPU engine's: leave it out, or load for the CPU with full attention"
         )
-    if tensor_parallel < 1:
+    if type(tensor_parallel) is not int or tensor_parallel < 1:
         raise UsageError(f"tensor_parallel is {tensor_parallel}: give the number of processes")
     if tensor_parallel > 1:
         check_options(attention, kv_cache)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
-from nstf.runtime.messages import mailbox, sent_directly
+from nstf.runtime.messages import direct
 
 Result = TypeVar("Result")
 _ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
@@ -54,12 +54,8 @@ class Ranks:
         values = values.contiguous()
         if _ALONE.get():
             return values
-        if sent_directly(values, self.size):
-            # In the order of the ranks, whichever instructions a rank has.
-            first, *others = mailbox(self.rank, self.size, 0).exchange(values)
-            for other in others:
-                first += other
-            values.detach().copy_(first)
+        if (box := direct(self, values, 0)) is not None:
+            box.sum(values)
             if meanwhile is not None:
                 meanwhile()
             return values
@@ -83,8 +79,8 @@ class Ranks:
         if missing:
             part = torch.nn.functional.pad(part, (0, missing))
         flat = part.reshape(-1, width).contiguous()
-        if not _ALONE.get() and sent_directly(flat, self.size):
-            parts = mailbox(self.rank, self.size, 1).exchange(flat)
+        if not _ALONE.get() and (box := direct(self, flat, 1)) is not None:
+            parts = box.exchange(flat)
         else:
             parts = flat.new_zeros(self.size, *flat.shape)
             if not _ALONE.get():

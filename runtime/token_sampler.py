@@ -38,13 +38,13 @@ class Settings:
     def __post_init__(self) -> None:
         limits = {
             "temperature": (self.temperature, 0 <= self.temperature <= 100, "0 to 100"),
-            "top_k": (self.top_k, 0 <= self.top_k < 1 << 31, "0 (all tokens) or more"),
+            "top_k": (self.top_k, 0 <= self.top_k < 1 << 31, "0 (all tokens) to 2147483647"),
             "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
             "repetition_penalty": (self.repetition_penalty, 0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
         }  # fmt: skip
         for name, (value, good, range_) in limits.items():
-            if not (math.isfinite(value) and good):
+            if not (good and math.isfinite(value)):
                 raise UsageError(f"{name} is {value}; it must be {range_}")
         # A temperature near 0 would make infinities of logits in float32.
         if 0 < self.temperature < 1e-4:

@@ -88,11 +88,13 @@ class App:
             yield
             await run_in_threadpool(self.service.close)
 
-        return Starlette(
+        made = Starlette(
             routes=found,
             lifespan=lifespan,
             exception_handlers={HTTPException: self._not_a_route},  # type: ignore[dict-item]
         )
+        made.router.redirect_slashes = False  # it would send browsers to whatever host a request names
+        return made
 
     def _guarded(self, handler: Handler, open_: bool = False) -> Handler:
         """A handler behind the checks that all share, whose errors are OpenAI's JSON. open_: without the key."""

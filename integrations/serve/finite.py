@@ -3,7 +3,9 @@
 A grammar of such a schema has a first token, and a next one after each, until the answer's length is used up.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
@@ -70,6 +72,28 @@ def text_bytes(schema: Any) -> int:
                 if not (key in FOR_PEOPLE and isinstance(value, str)):
                     waiting.append(value)
     return count
+
+
+def common_multiple(schema: Any, most: int) -> int:
+    """The least common multiple of all `multipleOf` of a schema without decimal points; above `most`: of the first ones."""
+    found, waiting = 1, [schema]
+    while waiting and found <= most:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            step = part.get("multipleOf")
+            if isinstance(step, int | float) and not isinstance(step, bool) and math.isfinite(step):
+                found = math.lcm(found, _digits(step) or 1)
+    return found
+
+
+def _digits(number: float) -> int:
+    """A number without sign and decimal point: 25 of 0.25, 100 of 100."""
+    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
+    assert isinstance(exponent, int)  # it is finite
+    return int("".join(map(str, digits)) + "0" * max(exponent, 0))
 
 
 def _bytes(text: str) -> int:

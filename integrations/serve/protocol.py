@@ -133,22 +133,30 @@ def _typed(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     return value
 
 
+def _float(data: dict[str, Any], name: str, default: float) -> float:
+    value = _typed(data, name, float, default)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise wrong(name, f"{name} is too large a number") from error
+
+
 def _settings(data: dict[str, Any]) -> Settings:
     seed = _typed(data, "seed", int, None)
     if seed is not None and not -(1 << 63) <= seed < 1 << 64:
         raise wrong("seed", "seed must fit 64 bits")
-    temperature = _typed(data, "temperature", float, 1.0)
+    temperature = _float(data, "temperature", 1.0)
     top_k = _typed(data, "top_k", int, 0)
     try:
         settings = Settings(
-            float(temperature),
+            temperature,
             max(top_k, 0) if top_k == -1 else top_k,  # -1 says "all" to vLLM
-            float(_typed(data, "top_p", float, 1.0)),
-            float(_typed(data, "min_p", float, 0.0)),
-            float(_typed(data, "repetition_penalty", float, 1.0)),
+            _float(data, "top_p", 1.0),
+            _float(data, "min_p", 0.0),
+            _float(data, "repetition_penalty", 1.0),
             seed,
         )
-    except (UsageError, OverflowError) as error:
+    except UsageError as error:
         raise wrong(str(error).partition(" ")[0], str(error)) from error
     if temperature > 2:
         raise wrong("temperature", f"temperature is {temperature}; it must be 0 to 2")

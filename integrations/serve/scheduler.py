@@ -23,6 +23,9 @@ from nstf.runtime.token_sampler import TokenSampler, log_shares
 
 _log = logging.getLogger("nstf")
 
+_NO_NUMBERS = "the model computes no numbers (NaN) for this text; the file may be broken"
+# The logarithm of no probability at all, as OpenAI has it: JSON has no infinities.
+_LEAST = -9999.0
 _WORTH_KEEPING = 16  # tokens that are not computed again; the beginning of all chats is alike
 
 
@@ -228,7 +231,7 @@ class Scheduler(Backend):
             allowed = answer.grammar.allowed() if answer.grammar is not None else 0
             token = sampler.choose(address, self.vocab, allowed)
             if math.isnan(c_float.from_address(address + 4 * token).value):
-                raise NstfError("the model computes no numbers (NaN) for this text; the file may be broken")
+                raise NstfError(_NO_NUMBERS)
             if answer.grammar is not None:
                 answer.grammar.take(token)
             score = None if kept is None else _score(kept, token, answer.logprobs or 0)
@@ -251,5 +254,9 @@ def _copied(address: int, vocab: int) -> array[float]:
 
 
 def _score(logits: array[float], token: int, count: int) -> TokenScore:
-    *top, (_, own) = log_shares(logits.buffer_info()[0], len(logits), count, token)
+    """Raises NstfError where infinities or NaN among the logits leave no probabilities."""
+    shares = log_shares(logits.buffer_info()[0], len(logits), count, token)
+    if any(math.isnan(value) for _, value in shares):
+        raise NstfError(_NO_NUMBERS)
+    *top, (_, own) = [(each, max(value, _LEAST)) for each, value in shares]
     return TokenScore(token, own, tuple(top))

@@ -102,10 +102,23 @@ class AddressError(NstfError):
     """The address to listen on is taken, or not of this machine."""
 
 
+def _check_host(host: str, port: int) -> None:
+    """Raises AddressError for what names no address: uvicorn writes tracebacks about some, and takes others for all."""
+    try:
+        if not host.strip():
+            raise ValueError("it is empty")
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # a UnicodeError, too: labels that are too long
+        raise AddressError(
+            f"cannot listen on {host[:100]!r}: {error}; give an address of this machine"
+        ) from error
+
+
 def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
     """Serves until SIGINT or SIGTERM. ready: is called with the port when requests are taken. Raises AddressError where
     the address cannot be had.
     """
+    _check_host(host, port)
     config = uvicorn.Config(
         app.routes(),
         host=host,

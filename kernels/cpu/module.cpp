@@ -12,6 +12,7 @@ void bind_sampler(nb::module_& m);
 void bind_bandwidth(nb::module_& m);
 void bind_sha256(nb::module_& m);
 void bind_awake(nb::module_& m);
+void bind_shared_box(nb::module_& m);
 
 NB_MODULE(_ext, m) {
     m.doc() = "Compiled CPU kernels of nstf";
@@ -27,4 +28,5 @@ NB_MODULE(_ext, m) {
     bind_bandwidth(m);
     bind_sha256(m);
     bind_awake(m);
+    bind_shared_box(m);
 }

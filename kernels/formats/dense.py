@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from nstf.kernels.formats.pieces import own
 from nstf.kernels.formats.shards import Span
 from nstf.kernels.formats.tree import ITEM_BYTES, ArraySpec, Shape
 from nstf.kernels.lazy import torch
@@ -95,4 +96,4 @@ def cut(
     params: Params, shape: Shape, arrays: dict[str, Tensor], span: Span
 ) -> tuple[Params, dict[str, Tensor]]:
     """The values of the part."""
-    return params, {"values": arrays["values"].narrow(span.axis, span.start, span.size).contiguous()}
+    return params, {"values": own(arrays["values"].narrow(span.axis, span.start, span.size))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from nstf.kernels.formats.pieces import own
 from nstf.kernels.formats.shards import MatrixCut, Span, column_grain
 from nstf.kernels.formats.tree import ArraySpec, Shape
 from nstf.kernels.lazy import torch
@@ -156,9 +157,9 @@ def cut_groups(
     _, cols = matrix_shape(shape, lead)
     first, last = part.columns
     out = dict(arrays)
-    out["codes"] = arrays["codes"][:, first * bits // 8 : (last * bits + 7) // 8].contiguous()
+    out["codes"] = own(arrays["codes"][:, first * bits // 8 : (last * bits + 7) // 8])
     if group_count(cols, group) > 1:
         for name in ("scale", "scale_codes"):
             if name in arrays:
-                out[name] = arrays[name][:, first // group : group_count(last, group)].contiguous()
+                out[name] = own(arrays[name][:, first // group : group_count(last, group)])
     return out

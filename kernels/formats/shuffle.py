@@ -19,6 +19,7 @@ from __future__ import annotations
 from functools import cache
 
 from nstf.kernels.formats import trellis
+from nstf.kernels.formats.pieces import own
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
 from nstf.kernels.formats.shards import MatrixCut, Span, column_grain, row_grain
 from nstf.kernels.formats.shuffle_tables import STEPS as STEPS
@@ -206,7 +207,7 @@ def cut(
     codes = arrays["codes"]
     if not part.by_rows:
         first, last = part.columns
-        return params, {**arrays, "codes": codes[:, first // CHUNK : -(-last // CHUNK)].contiguous()}
+        return params, {**arrays, "codes": own(codes[:, first // CHUNK : -(-last // CHUNK)])}
     rows, _ = matrix_shape(shape, params.lead)
     taken = part.rows(torch.arange(rows, device=codes.device))[::GROUP] // GROUP
     together = bool((taken == torch.arange(len(taken), device=codes.device) + taken[0]).all())

@@ -19,6 +19,7 @@ from functools import cache
 
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import bitpack
+from nstf.kernels.formats.pieces import joined
 from nstf.kernels.formats.scales import check_lead, check_scale_bits, matrix_shape, narrow, scaled
 from nstf.kernels.formats.shards import MatrixCut, Span, column_grain, row_grain
 from nstf.kernels.formats.tree import ArraySpec, FormatError, Shape
@@ -319,10 +320,8 @@ def cut(
     if part.by_rows:
         return _cut_rows(params, arrays, rows, cols, part)
     first, last = part.columns
-    parts = [
-        c[:, first // SIDE : tiles(last)].reshape(-1) for c, _, _ in sections(params, arrays, rows, cols)
-    ]
-    return params, {**arrays, "codes": torch.cat(parts)}
+    parts = [c[:, first // SIDE : tiles(last)] for c, _, _ in sections(params, arrays, rows, cols)]
+    return params, {**arrays, "codes": joined(parts)}
 
 
 def _cut_rows(
@@ -339,19 +338,26 @@ def _cut_rows(
         mine = wanted[members]
         if bool(mine.any()):
             number[torch.searchsorted(taken, members[mine])] = len(rates)
-            codes.append(tiled[_whole_tiles(mine)].reshape(-1))
+            codes.append(_taken(tiled, _whole_tiles(mine)))
             rates.append(q)
             sizes.append(int(mine.sum()))
     fresh = changed(params, quarter_bits=tuple(rates), rows=tuple(sizes) if len(sizes) > 1 else ())
     scales = "scale_codes" if params.scale_bits == 8 else "scale"
     out = {
-        "codes": torch.cat(codes),
+        "codes": joined(codes),
         "scale_super": arrays["scale_super"],
         scales: part.rows(arrays[scales]),
     }
     if fresh.rows:
         out["section"] = bitpack.pack(number.to(torch.uint8)[None], section_bits(fresh))[0]
     return fresh, out
+
+
+def _taken(tiled: Tensor, taken: Tensor) -> Tensor:
+    """Tiles of rows [n, ...] of a section: a view where they follow each other."""
+    places = taken.nonzero().squeeze(1)
+    first, count = int(places[0]), len(places)
+    return tiled[first : first + count] if int(places[-1]) == first + count - 1 else tiled[places]
 
 
 def _whole_tiles(mine: Tensor) -> Tensor:

@@ -18,6 +18,17 @@ transposition of 8 x 8 makes of the weights' digits stands as the words of value
 import triton
 import triton.language as tl
 
+from nstf.kernels.triton.attention_landing import (
+    arrived,
+    ask,
+    load_four,
+    load_key_codes,
+    load_key_scales,
+    load_value_codes,
+    load_value_scales,
+    room,
+    slot_at,
+)
 from nstf.kernels.triton.attention_lanes import (
     digits2,
     even_bytes,
@@ -37,73 +48,9 @@ from nstf.kernels.triton.attention_lanes import (
     unpacked,
 )
 from nstf.kernels.triton.byte_product import mma_bytes
-from nstf.kernels.triton.operands import columns_of
 
 _LOW = tl.constexpr(0x0F0F0F0F)
 _HIGH = tl.constexpr(0xF0F0F0F0)
-
-
-@triton.jit
-def _four(words, at, HARDWARE: tl.constexpr):
-    """Four neighbouring words of each lane."""
-    if HARDWARE == 1:
-        # As tensors of two dimensions they take the compiler a quarter of a minute.
-        return tl.inline_asm_elementwise(
-            "ld.global.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l", [(words + at).to(tl.int64)], (tl.uint32, tl.uint32, tl.uint32, tl.uint32), False, 1,
-        )  # fmt: skip
-    else:
-        some = tl.load(words + at[:, None] + tl.arange(0, 4)[None, :])
-        return columns_of(some.to(tl.uint32, bitcast=True), 4)
-
-
-@triton.jit
-def _key_codes(words, place, HARDWARE: tl.constexpr):
-    """For each row of sums (i, h) four words."""
-    i = tl.arange(0, 32)
-    g = i // 4
-    found = ()
-    for r in tl.static_range(8):
-        row = 32 * (r % 2) + 8 * (g // 2) + 2 * (r // 2) + g % 2
-        found = found + _four(words + place * 4, row * 16 + i % 4 * 4, HARDWARE)
-    return found
-
-
-@triton.jit
-def _key_scales(words, place, HARDWARE: tl.constexpr):
-    """Of each of four fields four words: scales, then minimums."""
-    base = words + place * 4
-    found = ()
-    for s in tl.static_range(2):
-        for j in tl.static_range(4):
-            at = base + (1024 + 64 * (1 - s) + 16 * j)
-            found = found + _four(at, tl.arange(0, 32) % 4 * 4, HARDWARE)
-    return found
-
-
-@triton.jit
-def _value_codes(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
-    """Of rows g, g + 8, .. g + 24, of both halves h of the positions, four words."""
-    i = tl.arange(0, 32)
-    base = words + place * 4 + SKIP // 4
-    found = ()
-    for b in tl.static_range(4):
-        for h in tl.static_range(2):
-            found = found + _four(base, (i // 4 + 8 * b) * 32 + h * 16 + i % 4 * 4, HARDWARE)
-    return found
-
-
-@triton.jit
-def _value_scales(words, place, SKIP: tl.constexpr, HARDWARE: tl.constexpr):
-    """Of both groups of channels, of both halves h, four words: scales, then minimums."""
-    base = words + place * 4 + SKIP // 4
-    found = ()
-    for s in tl.static_range(2):
-        for c in tl.static_range(2):
-            for h in tl.static_range(2):
-                at = base + (1024 + 64 * (1 - s) + 32 * c + 16 * h)
-                found = found + _four(at, tl.arange(0, 32) // 8 * 4, HARDWARE)
-    return found
 
 
 @triton.jit
@@ -115,7 +62,7 @@ def _queries(q, GROUP: tl.constexpr, HARDWARE: tl.constexpr):
     wide = ()
     most = tl.zeros([32], tl.float32)
     for j in tl.static_range(4):
-        some = _four(q, at + 32 * j, HARDWARE) + _four(q, at + 32 * j + 4, HARDWARE)
+        some = load_four(q, at + 32 * j, HARDWARE) + load_four(q, at + 32 * j + 4, HARDWARE)
         for c in tl.static_range(8):
             number = some[c].to(tl.float32, bitcast=True)
             most = tl.maximum(most, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
@@ -295,17 +242,26 @@ def far_by_bytes(
     count,  # pages of this program
     GROUP: tl.constexpr,
     SKIP: tl.constexpr,
+    RECORD: tl.constexpr,
+    SLOTS: tl.constexpr,
     PDL: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """(maxima [8], sums [8], four runs of 32 channels [32, 8], as eighths) of pages split, split + active, ..."""
     last = tl.maximum(count - 1, 0)
-    # Without pages of its own a program reads one that is not used: it is there.
-    place = tl.load(table + split) + shift
-    key_scales = _key_scales(words, place, HARDWARE)
-    keys = _key_codes(words, place, HARDWARE)
-    value_scales = _value_scales(words, place, SKIP, HARDWARE)
-    values = _value_codes(words, place, SKIP, HARDWARE)
+    lane = tl.arange(0, 32)
+    if HARDWARE == 1:
+        # Lane n asks for page n of 32: it knows where that is. Without pages of its own a program looks one up all the same.
+        begin = room(SLOTS, RECORD)
+        first = words.to(tl.int64) + shift.to(tl.int64) * 16
+        begins = tl.where(count > 0, split, 0)
+        source = first + tl.load(table + begins + tl.minimum(lane, last) * active) * 16
+        for s in tl.static_range(SLOTS):
+            slot = lane * 0 + s
+            ask(begin, slot, source, (lane == s) & (s < count), 0, RECORD, SKIP)
+            ask(begin, slot, source, (lane == s) & (s < count), 1, RECORD, SKIP)
+        slot = lane * 0
+        turn = slot.to(tl.uint32)
     if PDL:
         # Queries and the newest positions are the work of the launch in front.
         tl.extra.cuda.gdc_wait()
@@ -318,13 +274,24 @@ def far_by_bytes(
     acc = ()
     for _ in tl.static_range(16):
         acc = acc + (flat,)
-    ahead = tl.load(table + split + tl.minimum(1, last) * active) + shift
     for step in tl.range(0, count, num_stages=1):
+        if HARDWARE == 1:
+            wanted = step + SLOTS
+            if wanted % 32 == 0:
+                source = first + tl.load(table + split + tl.minimum(wanted + lane, last) * active) * 16
+            mine = (lane == wanted % 32) & (wanted < count)
+            arrived(begin, slot, turn, 0)
+            base_k = slot_at(begin, slot, RECORD)
+            base_v = base_k + SKIP
+        else:
+            base_k = words + (tl.load(table + split + step * active) + shift) * 4
+            base_v = base_k + SKIP // 4
+        key_scales = load_key_scales(base_k, HARDWARE)
+        keys = load_key_codes(base_k, HARDWARE)
         met, factor, base = _fold(queries, key_scales, back, HARDWARE)
         scores = _scores(keys, met, factor, base, HARDWARE)
-        # Of the next page, into registers that have just become free.
-        keys = _key_codes(words, ahead, HARDWARE)
-        key_scales = _key_scales(words, ahead, HARDWARE)
+        if HARDWARE == 1:
+            ask(begin, slot, source, mine, 0, RECORD, SKIP)
         most = tl.maximum(
             tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3])),
             tl.maximum(tl.maximum(scores[4], scores[5]), tl.maximum(scores[6], scores[7])),
@@ -340,6 +307,10 @@ def far_by_bytes(
         more = (weights[0] + weights[1]) + (weights[2] + weights[3])
         more += (weights[4] + weights[5]) + (weights[6] + weights[7])
         total = total * fade + more * gain
+        if HARDWARE == 1:
+            arrived(begin, slot, turn, 1)
+        value_scales = load_value_scales(base_v, HARDWARE)
+        values = load_value_codes(base_v, HARDWARE)
         met, units, sums = _value_operands(weights, value_scales, HARDWARE)
         lows = (
             lows[0] * fade + sums[0] * gain,
@@ -380,9 +351,10 @@ def far_by_bytes(
                         + (some[2] + some[3] * 256).to(tl.float32) * scale,
                     )
         acc = found
-        values = _value_codes(words, ahead, SKIP, HARDWARE)
-        value_scales = _value_scales(words, ahead, SKIP, HARDWARE)
-        ahead = tl.load(table + split + tl.minimum(step + 2, last) * active) + shift
+        if HARDWARE == 1:
+            ask(begin, slot, source, mine, 1, RECORD, SKIP)
+            turn = tl.where(slot == SLOTS - 1, 1 - turn, turn)
+            slot = tl.where(slot == SLOTS - 1, 0, slot + 1)
     runs = ()
     for j in tl.static_range(4):
         # Field j: nibble j % 2 of the byte of group j / 2. Four quarters of eight channels.

@@ -26,7 +26,7 @@ from nstf.kernels.triton.attention_codes import (
     value_channel,
 )
 from nstf.kernels.triton.attention_decode_tile import BY_BYTES, by_bytes, runs_of, tile_of
-from nstf.kernels.triton.attention_merge import extent, merge_kernel
+from nstf.kernels.triton.attention_merge import extent, merge_kernel, programs_apart, units_of
 from nstf.kernels.triton.attention_pages import ALL, Pages, place_of
 from nstf.kernels.triton.attention_record import unit_of
 from nstf.kernels.triton.launching import hardware_of, launch, overlap_options, overlaps, processors_of
@@ -110,6 +110,8 @@ def decode_kernel(
     FOLD: tl.constexpr,  # multiply queries by the scales of keys by channel, instead of codes
     RING: tl.constexpr,  # whether pages stand in a ring
     BYTES: tl.constexpr,  # attention_bytes.py
+    SLOTS: tl.constexpr,  # of it: pages on their way at once
+    APART: tl.constexpr,  # programs of their own have the last pages, so many positions each; 0: none
     HARDWARE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = wide.dtype.element_ty
@@ -127,12 +129,17 @@ def decode_kernel(
     sinks = tl.load(rules + rows * 3)
     windows = tl.load(rules + rows * 3 + 1)
     lengths = tl.load(rules + rows * 3 + 2)
-    front, first, pages, far, active = extent(sinks, windows, lengths, at, tl.num_programs(1), MASKED, EACH)
+    front, first, pages, far, active = extent(
+        sinks, windows, lengths, at, tl.num_programs(1) - programs_apart(APART), MASKED, EACH
+    )
     floors = _floors(at, windows, lengths)
-    if split >= active:
+    units = units_of(pages, far, at, NEAR)
+    if split >= active + (units if APART else 0):
         return
     # Pages are dealt by their steps: a program more or less is a step, not a page.
     count = (far * steps - split + active - 1) // active
+    if APART:
+        count = tl.where(split < active, count, 0)
     place = tl.zeros([], tl.int64)
     if count > 0:
         this = split // steps
@@ -150,6 +157,8 @@ def decode_kernel(
             count,
             GROUP,
             V_SKIP,
+            RECORD,
+            SLOTS,
             PDL,
             HARDWARE,
         )
@@ -199,19 +208,21 @@ def decode_kernel(
             top = higher
             place = ahead
 
-    # The page of the query and the one before it, NEAR positions at a time, by the programs that have the fewest others.
+    # The page of the query and the one before it, NEAR positions at a time, by programs that have no others, or the fewest.
     all_channels = tl.arange(0, SIZE)
     lane = (line * KEPT + head) * 128
     begin = (split + active - far * steps % active) % active
-    units = (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
+    if APART:
+        begin = tl.where(split < active, units, split - active)
     if begin < units:
-        # Read anew: what is held over the loop takes registers from it.
-        sinks = tl.load(rules + rows * 3, volatile=True)
-        windows = tl.load(rules + rows * 3 + 1, volatile=True)
-        floors = _floors(at, windows, tl.load(rules + rows * 3 + 2, volatile=True))
+        if MASKED:
+            # Read anew: what is held over the loop takes registers from it.
+            sinks = tl.load(rules + rows * 3, volatile=True)
+            windows = tl.load(rules + rows * 3 + 1, volatile=True)
+            floors = _floors(at, windows, tl.load(rules + rows * 3 + 2, volatile=True))
         whole = _short(tl.load(mine + all_channels[:, None]), DTYPE, WIDE)
         # Mostly one step: nothing to load ahead, and the local memory is the other loop's.
-        for unit in tl.range(begin, units, active, num_stages=1):
+        for unit in tl.range(begin, units, units if APART else active, num_stages=1):
             tile = far + unit // (64 // NEAR)
             n = unit % (64 // NEAR) * NEAR + tl.arange(0, NEAR)
             this = tl.where(tile < front, tile, first + tile - front)
@@ -225,7 +236,9 @@ def decode_kernel(
             if WIDE:
                 held = held.to(tl.float32)
             scores = tl.dot(held, whole, input_precision="ieee")
-            scores = tl.where(known[:, None], _visible(scores, this * 64 + n, sinks, floors), float("-inf"))
+            if MASKED:
+                scores = _visible(scores, this * 64 + n, sinks, floors)
+            scores = tl.where(known[:, None], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, axis=0))
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - level[None, :])
@@ -284,7 +297,11 @@ def decode_specs(
     tile = tile_of(forms, masked, arch) | (BY_BYTES if suits else {}) | asked
     keys = min(context, (pages.ring + min(pages.sink, 1 << 20)) * 64)
     wanted = tile["RESIDENT"] * processors_of(arch) // (batch * pages.heads)
-    fits = max(1, min(MOST_SPLITS, triton.cdiv(keys, 64 * tile["EACH"]), asked.get("SPLITS", wanted)))
+    near = min(tile["STEP"], 16 * tile["WARPS"])
+    # They wait for memory twice: after other pages that took 2 to 4 us more.
+    apart = near if tile["BYTES"] else 0
+    extra = programs_apart(apart)
+    fits = max(1, min(MOST_SPLITS - extra, triton.cdiv(keys, 64 * tile["EACH"]), asked.get("SPLITS", wanted)))
     # `position` and `table` are read before the wait: the launch in front has waited for all before it lets this one begin.
     pdl = overlaps(arch)
     common = {
@@ -293,6 +310,7 @@ def decode_specs(
         "MASKED": masked,
         "MOST": MOST_SPLITS,
         "EACH": tile["EACH"],
+        "APART": apart,
         "PDL": pdl,
     }
     nvidia = arch.startswith("sm_")
@@ -314,20 +332,21 @@ def decode_specs(
         "K_RUNS": keys_runs,
         "V_RUNS": values_runs,
         "STEP": tile["STEP"],
-        "NEAR": min(tile["STEP"], 16 * tile["WARPS"]),
+        "NEAR": near,
         "QUAD": 4 if nvidia and forms.near else 1,
         "WIDE": pages.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         "ASSEMBLY": nvidia and not triton.knobs.runtime.interpret,
         "RING": ring,
         # Eight words of a row at least: fewer hold two runs of channels side by side.
         "BYTES": bool(tile["BYTES"]),
+        "SLOTS": tile["SLOTS"],
         "HARDWARE": hardware_of(arch),
         "FOLD": bool(tile["FOLD"]) and forms.keys.channel and 256 <= size * forms.keys.bits < size * 16,
     }
     # A rotated query is turned as a whole.
     whole = forms.values.rotate or not nvidia
     # All parts at once where registers hold them: one way to memory.
-    span = max(16, triton.next_power_of_2(fits))
+    span = max(16, triton.next_power_of_2(fits + extra))
     added = {
         "WIDTH": size if whole else 32,
         "TILE": min(span, 32 if not nvidia else 16384 // size if whole else MOST_SPLITS),
@@ -342,7 +361,7 @@ def decode_specs(
             num_stages=tile["STAGES"],
             kind="attention_decode",
             options=overlap_options(arch) | ({"maxnreg": tile["REGS"]} if tile["REGS"] else {}),
-            grid=(batch * pages.heads, fits, 1),
+            grid=(batch * pages.heads, fits + extra, 1),
         ),
         spec(
             merge_kernel,
@@ -377,4 +396,5 @@ def decode(
         over_pages, room.q, pages.near_keys, pages.near_values, *pages.words(), pages.table, pages.members, rules,
         position, room.parts, pages.table.shape[1], pages.offset, pages.sink, pages.ring,
     )  # fmt: skip
-    launch(merge, room.parts, pages.members, rules, position, out, over_pages.grid[1])
+    splits = over_pages.grid[1] - programs_apart(over_pages.constants["APART"])
+    launch(merge, room.parts, pages.members, rules, position, out, splits)

@@ -10,6 +10,18 @@ import triton.language as tl
 from nstf.kernels.triton.attention_pages import turned_by_hadamard
 
 
+@triton.constexpr_function
+def programs_apart(apart: int) -> int:
+    """Programs for the last two pages alone, `apart` positions each; none where it is 0."""
+    return 128 // apart if apart else 0
+
+
+@triton.jit
+def units_of(pages, far, at, NEAR: tl.constexpr):
+    """So many times NEAR positions of the last pages are there."""
+    return (pages - far - 1) * (64 // NEAR) + at % 64 // NEAR + 1
+
+
 @triton.jit
 def extent(sinks, windows, lengths, at, splits, MASKED: tl.constexpr, EACH: tl.constexpr):
     """(pages of sinks, first page of the window, pages in all, of them in stored form, programs that share them)."""
@@ -52,6 +64,7 @@ def merge_kernel(
     MASKED: tl.constexpr,
     MOST: tl.constexpr,
     EACH: tl.constexpr,
+    APART: tl.constexpr,  # as in attention_decode.py
     WIDTH: tl.constexpr,  # channels of a program
     TILE: tl.constexpr,  # parts at a time
     SPAN: tl.constexpr,  # a power of two that is not below `splits`
@@ -69,7 +82,9 @@ def merge_kernel(
     sinks = tl.load(rules + rows * 3)
     windows = tl.load(rules + rows * 3 + 1)
     lengths = tl.load(rules + rows * 3 + 2)
-    _, _, _, _, active = extent(sinks, windows, lengths, at, splits, MASKED, EACH)
+    _, _, pages, far, active = extent(sinks, windows, lengths, at, splits, MASKED, EACH)
+    if APART:
+        active += units_of(pages, far, at, APART)
     if PDL:
         tl.extra.cuda.gdc_wait()
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

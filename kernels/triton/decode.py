@@ -5,6 +5,8 @@ A prompt's product is bound by arithmetic: a library's dense kernel on decoded b
 than a kernel that unpacks the codes once per tile of the batch.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -105,6 +107,7 @@ def decode_kernel(
         tl.store(out, numbers.to(y.dtype.element_ty), mask=wanted[:, None] & (k < cols)[None, :])
 
 
+@lru_cache(maxsize=1024)
 def decode_spec(layout: Layout, count: int, dtype: torch.dtype, indexed: bool) -> KernelSpec:
     """The launch that decodes `count` rows."""
     span = 2 * LANES * (16 // min(b for b, _ in layout.planes))

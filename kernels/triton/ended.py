@@ -1,6 +1,7 @@
 """Products that end in the launch that adds up their parts (sums.py): of integers, tables, trellises and shuffle codes.
 
-Of a rotated matrix the activations may come turned, by the launch that made them (`basis_of`); else they are turned first.
+Activations of a rotated matrix are turned first, by a launch of their own: in the launch that makes them it took longer
+(docs/gpu_speed.md).
 """
 
 import torch
@@ -8,31 +9,19 @@ from torch import Tensor
 
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
-from nstf.kernels.triton.ending import Basis, Ending, Meeting
+from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, leaf_specs, packed_of
 from nstf.kernels.triton.spec import KernelSpec
 
 # Kernels that leave sums in parts, if they are asked to.
-_KERNELS = ("int_bytes", "skinny", "shuffle_mma", "trellis_gemm")
-
-
-def basis_of(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> Basis | None:
-    """What `ended` wants of activations that come turned: [batch, in], `dtype` before; None where it takes them as they
-    are, or no ending is known."""
-    if encoded.tree.kind != "rotated" or not encoded.tree.params.block_in:
-        return None
-    if not ended_specs(encoded, batch, dtype, Ending(), arch):
-        return None
-    params = encoded.tree.params
-    inside, _ = inside_of(_leaf_of(encoded), batch, dtype, arch)
-    return Basis(params.block_in, params.seed, inside)
+_KERNELS = ("int_groups", "skinny", "shuffle_mma", "trellis_gemm")
 
 
 def ended_specs(
-    encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str, turned: bool = False
+    encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str
 ) -> list[KernelSpec]:
-    """The launches of `ended`: what turns the activations, unless they come `turned`, the product, and what ends it. []
-    where there are none such. dtype: of the activations before they are turned."""
+    """The launches of `ended`: what turns the activations, the product, and what ends it. [] where there are none such.
+    dtype: of the activations."""
     from nstf.kernels.triton.rotate import rotate_spec
     from nstf.kernels.triton.sums import ending_spec
 
@@ -51,8 +40,7 @@ def ended_specs(
             return []
         if params.block_in:
             inside, _ = inside_of(leaf, batch, dtype, arch)
-            if not turned:
-                before = [rotate_spec(batch, cols, params.block_in, 0, dtype, inside, False, arch)]
+            before = [rotate_spec(batch, cols, params.block_in, 0, dtype, inside, False, arch)]
     made = leaf_specs(leaf, batch, inside, torch.float32, dtype, arch)
     products = [spec for spec in made if spec.kind != "sum"]
     last = ending_spec(batch, rows, cols, products[0].grid[1], dtype, ending, arch)
@@ -60,29 +48,21 @@ def ended_specs(
 
 
 def ended(
-    x: Tensor,
-    encoded: EncodedTensor,
-    dtype: torch.dtype,
-    ending: Ending,
-    meeting: Meeting,
-    arch: str,
-    turned: bool = False,
+    x: Tensor, encoded: EncodedTensor, ending: Ending, meeting: Meeting, arch: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The product with an ending that `ended_specs` has launches for: (Y, the sums of squares where it adds).
-
-    x: [batch, in] of `dtype`, or turned into `basis_of` the matrix.
-    """
+    """The product of x [batch, in] with an ending that `ended_specs` has launches for: (Y, the sums of squares where it
+    adds)."""
     from nstf.kernels.triton import sums
     from nstf.kernels.triton.rotate import rotate
 
-    *products, last = ended_specs(encoded, len(x), dtype, ending, arch, turned)
+    dtype, leaf = x.dtype, _leaf_of(encoded)
+    *products, last = ended_specs(encoded, len(x), dtype, ending, arch)
     if products[0].kind == "rotate":
-        basis = basis_of(encoded, len(x), dtype, arch)
-        assert basis is not None
-        x, products = rotate(x, encoded.tree.params, 0, basis.dtype, arch), products[1:]
+        inside, _ = inside_of(leaf, len(x), dtype, arch)
+        x, products = rotate(x, encoded.tree.params, 0, inside, arch), products[1:]
     parts = torch.empty(products[0].grid[1], len(x), encoded.shape[0], dtype=torch.float32, device=x.device)
-    into(parts, x, _leaf_of(encoded), products)
-    return sums.ended(parts, x.shape[1], dtype, last, ending, meeting)
+    into(parts, x, leaf, products)
+    return sums.ended(parts, x.shape[1], dtype, last, meeting)
 
 
 def into(parts: Tensor, x: Tensor, leaf: EncodedTensor, products: list[KernelSpec]) -> None:
@@ -99,10 +79,10 @@ def into(parts: Tensor, x: Tensor, leaf: EncodedTensor, products: list[KernelSpe
 
         shuffle_mma_into(parts, x, shuffle.prepare(leaf), products[0])
     else:
-        from nstf.kernels.triton.int_bytes import int_bytes_into
+        from nstf.kernels.triton.int_groups import int_groups_into
         from nstf.kernels.triton.skinny import skinny_into
 
-        run = int_bytes_into if kind == "int_bytes" else skinny_into
+        run = int_groups_into if kind == "int_groups" else skinny_into
         run(parts, x, packed_of(leaf), products[0])
 
 

@@ -2,18 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Basis:
-    """The rotated basis in which a product wants its activations (formats/rotated.py): Hadamard blocks, the seed of the
-    signs, and the dtype that they then have."""
-
-    block: int
-    seed: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -25,19 +14,16 @@ class Ending:
     normed: X was not divided by its root mean square; the sums are, by the squares that come with it.
     adds: the sums are added onto the residual stream h; Y is h times the next norm's gain, to be divided by its root mean
     square after the next product.
-    turned: the basis that Y is turned into, and its dtype; None: as it is, in X's.
     """
 
     gelu: bool | None = None
     normed: bool = False
     adds: bool = False
-    turned: Basis | None = None
 
     @property
     def name(self) -> str:
         gate = {None: "", False: "_silu", True: "_gelu"}[self.gelu]
-        turned = f"_turned{self.turned.block}" if self.turned else ""
-        return gate + "_normed" * self.normed + "_adds" * self.adds + turned
+        return gate + "_normed" * self.normed + "_adds" * self.adds
 
 
 @dataclass(frozen=True)

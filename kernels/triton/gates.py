@@ -13,7 +13,7 @@ READ_WEIGHTS = (
     "embed",
     "gemv",
     "gemm",
-    "int_bytes",
+    "int_groups",
     "low_rank",
     "skinny",
     "trellis_gemm",
@@ -52,7 +52,7 @@ def expected(spec: KernelSpec, row: Architecture, report: CodeReport | None = No
         limit = MOST_VECTOR if int(c["BITS"]) == 4 and c["MODE"] == 0 else None
         each = weights * sum(planes) / 8
         return Expected(matrix=True, weights=weights, weight_bytes=each, vector_per_weight=limit)
-    if kind == "int_bytes":
+    if kind == "int_groups":
         # Two blocks of sixteen rows, whose chunks are 64 bytes of a row each.
         runs = 16 // int(c["BITS"])
         weights = 2 * int(c["S"]) * int(c["CHUNKS"]) * 16 * 32 * runs

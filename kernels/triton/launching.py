@@ -68,10 +68,33 @@ def leaf_arguments(packed: Packed) -> tuple[Tensor, ...]:
 
 
 def launch(spec: KernelSpec, *arguments: object) -> None:
-    """Runs the kernel of a spec on the current device."""
-    spec.fn[spec.grid](
+    """Runs the kernel of a spec on the current device.
+
+    Triton looks at all constants again at every launch, which takes the host longer than the launch itself; so the compiled
+    kernel is kept, for arguments that Triton would compile alike.
+    """
+    key = tuple([_compiled_for(a) for a in arguments])
+    kept = spec.kept.get(key)
+    if kept is not None:
+        run, constants = kept
+        run(*arguments, *constants)
+        return
+    compiled = spec.fn[spec.grid](
         *arguments, **spec.constants, num_warps=spec.num_warps, num_stages=spec.num_stages, **spec.options
     )
+    if isinstance(compiled, triton.compiler.CompiledKernel):
+        rest = spec.fn.arg_names[len(arguments) :]
+        spec.kept[key] = compiled[spec.grid], [spec.constants[name] for name in rest]
+
+
+def _compiled_for(argument: Any) -> object:
+    """What Triton compiles a kernel anew for: device and type, whether an address or a number is a multiple of 16, whether
+    it is 1."""
+    if isinstance(argument, Tensor):
+        return argument.get_device(), argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
+    return type(argument)
 
 
 def handed_on(device: torch.device, count: int, dtype: torch.dtype, kernel: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Activations times an encoded matrix on an NVIDIA or AMD GPU, by the Triton kernel for its format and batch.
 
-    one or two rows          int_bytes.py on NVIDIA: integers of large matrices, codes where they lie in their bytes
+    one or two rows          int_groups.py on NVIDIA: integers of up to 4 bits, a column of the matrix cores for each group
     up to 16 rows            skinny.py on NVIDIA, codes straight to operands of matrix instructions
     one row                  gemv.py, straight from the codes
     17 rows and more         wgmma.py on Hopper, for large matrices (hopper.py says which)
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nstf.kernels.formats.dense import torch_dtype
 from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.memo import per_encoded
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton import AVAILABLE, factors
 from nstf.kernels.triton.blocks import block, blocks, product32
@@ -48,6 +49,8 @@ GEMM_BATCH = 256
 TRELLIS_BATCH = 8
 # More rows of sums of 32 rows of weights do not fit the registers.
 SHUFFLE_BATCH = 2
+# Numbers of rows for which a matrix's kernel is remembered.
+_KEPT_CHOICES = 32
 
 
 def available() -> bool:
@@ -183,7 +186,7 @@ def leaf_specs(
     layout = layout_of(leaf)
     if layout is None:
         return []
-    if kernel in ("int_bytes", "skinny", "gemv", "gemm", "wgmma"):
+    if kernel in ("int_groups", "skinny", "gemv", "gemm", "wgmma"):
         tile = chosen(layout, batch, inside, arch) if kernel in ("gemm", "wgmma") else kernel
         return list(packed_specs(layout, batch, inside, arch, tile, outside))
     return [decode_spec(layout, min(out, block(width)), inside, False)]
@@ -194,7 +197,7 @@ def kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) ->
     a file's name; "halves": two products of half the rows, for paths and tables, which are faster than one that
     decodes otherwise; "blocks": the library's product by decoded rows.
     """
-    from nstf.kernels.triton import int_bytes, shuffle_mma, skinny, trellis_gemm, tuner
+    from nstf.kernels.triton import int_groups, shuffle_mma, skinny, trellis_gemm, tuner
 
     half = -(-batch // 2)
     if leaf.tree.kind == "trellis":
@@ -211,8 +214,8 @@ def kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) ->
         return "shuffle_gemv" if batch <= SHUFFLE_BATCH else "halves" if half <= SHUFFLE_BATCH else "blocks"
     layout = layout_of(leaf)
     if layout is not None:
-        if int_bytes.suits(layout, batch, dtype, arch):
-            return "int_bytes"
+        if int_groups.suits(layout, batch, dtype, arch):
+            return "int_groups"
         if skinny.suits(layout, batch, dtype, arch):
             return "skinny"
         if tuner.kernel_of(tuner.chosen(layout, batch, dtype, arch)) == "wgmma":
@@ -339,14 +342,14 @@ def _leaf(
     from nstf.kernels.triton.gemm import gemm
     from nstf.kernels.triton.gemv import gemv
     from nstf.kernels.triton.hopper import wgmma
-    from nstf.kernels.triton.int_bytes import int_bytes
+    from nstf.kernels.triton.int_groups import int_groups
     from nstf.kernels.triton.rotate import rotate
     from nstf.kernels.triton.skinny import skinny
     from nstf.kernels.triton.trellis import prepare, trellis_gemv
     from nstf.kernels.triton.trellis_gemm import trellis_gemm
 
     batch = len(x)
-    kernel = kernel_of(encoded, batch, dtype, arch)
+    kernel, made = _choice(encoded, batch, x.dtype, out, dtype, arch)
     if kernel == "halves":
         first = _halves(batch)[0]
         return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:first], x[first:])])
@@ -359,12 +362,34 @@ def _leaf(
         from nstf.kernels.triton import shuffle, shuffle_mma
 
         run = shuffle_mma.shuffle_mma if kernel == "shuffle_mma" else shuffle.shuffle_gemv
-        made = leaf_specs(encoded, batch, x.dtype, out, dtype, arch)
         return run(x, shuffle.prepare(encoded), made, out)
     if kernel == "blocks":
         return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
-    product = {"int_bytes": int_bytes, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
-    return product(x, packed_of(encoded), leaf_specs(encoded, batch, x.dtype, out, dtype, arch), out)
+    product = {"int_groups": int_groups, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
+    return product(x, packed_of(encoded), made, out)
+
+
+def _choice(
+    leaf: EncodedTensor, batch: int, inside: torch.dtype, out: torch.dtype, dtype: torch.dtype, arch: str
+) -> tuple[str, list[KernelSpec]]:
+    """`kernel_of` and the launches where the kernel takes them, remembered: working them out takes the host longer than a
+    launch."""
+    from nstf.kernels.triton.tuner import measured_count
+
+    known, key = _choices(leaf), (batch, inside, out, dtype, arch, measured_count())
+    if key not in known:
+        if len(known) >= _KEPT_CHOICES:
+            known.clear()
+        kernel = kernel_of(leaf, batch, dtype, arch)
+        own = kernel == "blocks" or kernel == "halves" or kernel.startswith("trellis")
+        known[key] = kernel, [] if own else leaf_specs(leaf, batch, inside, out, dtype, arch)
+    return known[key]
+
+
+@per_encoded
+def _choices(leaf: EncodedTensor) -> dict[tuple[object, ...], tuple[str, list[KernelSpec]]]:
+    """What `_choice` found for a leaf."""
+    return {}
 
 
 def packed_of(encoded: EncodedTensor) -> "Packed":

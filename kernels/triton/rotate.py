@@ -3,14 +3,16 @@
 # ruff: noqa: RUF005
 """Activations into the randomised Hadamard basis of a `rotated` matrix, and results out of it.
 
-One small launch before the product and, for matrices whose rows are rotated too, one after; where the activations are made
-by a launch that ends a product (sums.py), that one turns them. The transform is computed in float32 with signs hashed from
-the index, so nothing is read but the activations. For a trellis the turned activations may be left in the order its kernel
-for one column after another reads them in: column c of every tile of 16 beside those of the other tiles.
+One small launch before the product and, for matrices whose rows are rotated too, one after. The transform is computed in
+float32 with signs hashed from the index, so nothing is read but the activations. For a trellis the turned activations may be
+left in the order its kernel for one column after another reads them in: column c of every tile of 16 beside those of the
+other tiles.
 
 A warp of 32 lanes has 128 neighbours, the largest block, four in each lane: what differs by up to 16 in the index is
 exchanged between lanes, what differs by 32 or 64 lies in one. So nothing passes through local memory, and nobody waits.
 """
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -51,14 +53,14 @@ def _exchanged(x, M: tl.constexpr, N: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def place_of(N: tl.constexpr):
+def _place_of(N: tl.constexpr):
     """[N]: where the first of the four numbers of each lane stands; the others follow 32 apart."""
     i = tl.arange(0, N)
     return i // 32 * 128 + i % 32
 
 
 @triton.jit
-def turned(
+def _turned(
     v, at, seed, BLOCK: tl.constexpr, SIDE: tl.constexpr, SCALE: tl.constexpr, N: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip
     """Four float32 [N] each, whose indices are at, at + 32, at + 64 and at + 96, in another basis.
@@ -106,14 +108,14 @@ def rotate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     N: tl.constexpr = AT_ONCE // 4
     line = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * AT_ONCE + place_of(N)
+    at = tl.program_id(0) * AT_ONCE + _place_of(N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     v = ()
     for r in tl.static_range(4):
         v = v + (tl.load(x + line * size + at + 32 * r, mask=at + 32 * r < size, other=0.0).to(tl.float32),)
     if BLOCK > 0:
-        v = turned(v, at, seed, BLOCK, SIDE, SCALE, N, HARDWARE)
+        v = _turned(v, at, seed, BLOCK, SIDE, SCALE, N, HARDWARE)
     for r in tl.static_range(4):
         k = at + 32 * r
         if TILED:
@@ -122,6 +124,7 @@ def rotate_kernel(
             tl.store(y + line * size + k, v[r].to(y.dtype.element_ty), mask=k < size)
 
 
+@lru_cache(maxsize=1024)
 def rotate_spec(
     batch: int,
     size: int,

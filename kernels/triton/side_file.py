@@ -11,6 +11,7 @@ side file runs on the GPU with the rights of the process: load only files that y
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from nstf.kernels.triton.spec import KernelSpec
 SUFFIX = ".nstfk"
 VERSION = 1
 MAX_KERNELS = 1 << 16
+MAX_BYTES = 1 << 30
 _KEY = "nstf_kernels"
 
 Needed = Callable[[Iterable[int], torch.dtype, Architecture], Mapping[str, KernelSpec]]
@@ -103,9 +105,14 @@ def read(path: str | os.PathLike[str]) -> SideFile:
     """A side file, every digest checked. Raises CorruptError, UnsupportedError (a newer version), UsageError."""
     where = Path(path)
     try:
+        found = where.stat()  # first: opening a pipe would wait for ever
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            raise UsageError(f"{where}: no regular file of at most {MAX_BYTES} bytes; give a {SUFFIX} file")
         data = where.read_bytes()
     except OSError as error:
         raise UsageError(f"{where}: cannot be read ({error.strerror}); give a {SUFFIX} file") from error
+    except ValueError as error:  # a NUL, or half of a pair of surrogates
+        raise UsageError(f"{str(where)!a}: no file can have such a name") from error
     return parse(data, where)
 
 
@@ -133,6 +140,8 @@ def parse(data: bytes, where: object) -> SideFile:
         raise CorruptError(f"{where}: its kernels and its code objects differ; {again}")
     binaries = {}
     for name, entry in kernels.items():
+        if arrays[name].dtype != torch.uint8:
+            raise CorruptError(f"{where}: the code object of kernel {name[:16]} is no bytes; {again}")
         binaries[name] = arrays[name].numpy().tobytes()
         if not isinstance(entry, dict) or not isinstance(entry.get("metadata"), dict):
             raise CorruptError(f"{where}: kernel {name[:16]} has no metadata; {again}")

@@ -16,6 +16,7 @@ The kernels read the stored order as it is. Activations come as float32 [batch, 
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -443,6 +444,7 @@ def trellis_rows(prepared: Prepared, rows: slice | Tensor, dtype: torch.dtype, a
     return y
 
 
+@lru_cache(maxsize=1024)
 def trellis_decode_specs(
     params: trellis.Params, rows: int, cols: int, count: int, dtype: torch.dtype, indexed: bool, arch: str
 ) -> list[KernelSpec]:

@@ -119,22 +119,20 @@ def trellis_bytes_kernel(
     DOTS: tl.constexpr,  # of four states, how many the multiplier cuts out
     S: tl.constexpr,
     GROUPS: tl.constexpr,  # of four tiles for each warp
-    TILES: tl.constexpr,  # down, at a time: 1 or 2
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     group0 = tl.program_id(1) * S * GROUPS
-    begin = tl.program_id(0) * TILES
-    step = tl.num_programs(0) * TILES
+    begin = tl.program_id(0)
+    step = tl.num_programs(0)
     last = (rows + 15) // 16 - 1
     size = across * (2 * QUARTER)
     lanes = lane_words(group0, QUARTER, S, GROUPS)
     words = ()
-    for d in tl.static_range(TILES):
-        # The last one again where there is none after it.
-        here = codes + tl.minimum(begin + d, last) * size
-        for c in tl.static_range(GROUPS):
-            words = words + (pair_words(here, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),)
+    for c in tl.static_range(GROUPS):
+        words = words + (
+            pair_words(codes + begin * size, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),
+        )
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -153,38 +151,31 @@ def trellis_bytes_kernel(
 
     for down in range(begin, last + 1, step):
         later = ()
-        sums = ()
-        for d in tl.static_range(TILES):
-            ahead = codes + tl.minimum(down + step + d, last) * size
-            acc = start
-            for c in tl.static_range(GROUPS):
-                bits = aligned(words[d * GROUPS + c], QUARTER, S, HARDWARE)
-                for e in tl.static_range(8):
-                    a0 = _product(bits, 2 * e, QUARTER, DOTS > 0, HARDWARE)
-                    a1 = _product(bits, 2 * e + 16, QUARTER, False, HARDWARE)
-                    a2 = _product(bits, 2 * e + 1, QUARTER, DOTS > 1, HARDWARE)
-                    a3 = _product(bits, 2 * e + 17, QUARTER, False, HARDWARE)
-                    acc = mma_bytes(
-                        a0, a1, a2, a3, xs[16 * c + 2 * e], xs[16 * c + 2 * e + 1], acc, S, HARDWARE
-                    )
-                # Into the registers that have just become free.
-                later = later + (pair_words(ahead, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),)
-            upper = acc[0].to(tl.float32) * first + acc[1].to(tl.float32) * second
-            lower = acc[2].to(tl.float32) * first + acc[3].to(tl.float32) * second
-            sums = sums + (tl.reshape(tl.join(upper, lower), [S, 8, 4, 2]),)
-        if TILES == 2:
-            both = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), (0, 4, 1, 3, 2)), [S, 32, 4])
-        else:
-            both = tl.reshape(tl.permute(sums[0], (0, 1, 3, 2)), [S, 16, 4])
-        R: tl.constexpr = 16 * TILES
+        # The last one again where there is none after it.
+        ahead = codes + tl.minimum(down + step, last) * size
+        acc = start
+        for c in tl.static_range(GROUPS):
+            bits = aligned(words[c], QUARTER, S, HARDWARE)
+            for e in tl.static_range(8):
+                a0 = _product(bits, 2 * e, QUARTER, DOTS > 0, HARDWARE)
+                a1 = _product(bits, 2 * e + 16, QUARTER, False, HARDWARE)
+                a2 = _product(bits, 2 * e + 1, QUARTER, DOTS > 1, HARDWARE)
+                a3 = _product(bits, 2 * e + 17, QUARTER, False, HARDWARE)
+                acc = mma_bytes(a0, a1, a2, a3, xs[16 * c + 2 * e], xs[16 * c + 2 * e + 1], acc, S, HARDWARE)
+            # Into the registers that have just become free.
+            later = later + (pair_words(ahead, lanes, group0, across, c, QUARTER, S, GROUPS, EVEN),)
+        upper = acc[0].to(tl.float32) * first + acc[1].to(tl.float32) * second
+        lower = acc[2].to(tl.float32) * first + acc[3].to(tl.float32) * second
+        both = tl.permute(tl.reshape(tl.join(upper, lower), [S, 8, 4, 2]), (0, 1, 3, 2))
+        both = tl.reshape(both, [S, 16, 4])
         LINES: tl.constexpr = 8 // PLACES
         if LINES == 2:
             # Its two lanes as if they were warps.
-            both = tl.reshape(tl.permute(tl.reshape(both, [S, R, 2, 2]), (0, 3, 1, 2)), [2 * S, R, 2])
-            out = over_warps(both, 2 * S, R, 2)
+            both = tl.reshape(tl.permute(tl.reshape(both, [S, 16, 2, 2]), (0, 3, 1, 2)), [2 * S, 16, 2])
+            out = over_warps(both, 2 * S, 16, 2)
         else:
-            out = over_warps(both, S, R, 4)
-        row = down * 16 + tl.arange(0, R)
+            out = over_warps(both, S, 16, 4)
+        row = down * 16 + tl.arange(0, 16)
         ok = row < rows
         if SECTIONED:
             row = tl.load(members + row, mask=ok, other=0)
@@ -216,8 +207,6 @@ def trellis_bytes_spec(
     rows, q = trellis.section_rows(params, out_rows)[section], params.quarter_bits[section]
     across = trellis.tiles(cols)
     split = triton.cdiv(across, PART_TILES)
-    # Two where the pairs of rows begin at the same bit: others take registers to shift them.
-    tiles = 2 if q % 4 == 0 else 1
     sizes = {"rows": rows, "out_rows": out_rows, "cols": cols, "across": across}
     return KernelSpec(
         name=f"trellis_bytes{q}_{pointer_type(inside)[1:]}_{pointer_type(out)[1:]}_d{3 if batch <= 2 else 2}"
@@ -247,7 +236,6 @@ def trellis_bytes_spec(
             "DOTS": 1 if q == 8 else 2,
             "S": 4,
             "GROUPS": PART_TILES // 16,
-            "TILES": tiles,
         },
         divisible=("x", "scale", "members", "y", *multiples(sizes)),
         num_warps=4,
@@ -256,9 +244,5 @@ def trellis_bytes_spec(
         batch=batch,
         kind="trellis_gemm",
         # What finds room with these registers.
-        grid=(
-            min(triton.cdiv(trellis.tiles(rows), tiles), max(1, processors_of(arch) * 4 // split)),
-            split,
-            1,
-        ),
+        grid=(min(trellis.tiles(rows), max(1, processors_of(arch) * 4 // split)), split, 1),
     )

@@ -18,7 +18,7 @@ from nstf.kernels.triton import hopper, launch_errors
 from nstf.kernels.triton.gemm import gemm_specs
 from nstf.kernels.triton.gemm_tile import tile_for
 from nstf.kernels.triton.gemv import gemv_specs
-from nstf.kernels.triton.int_bytes import int_bytes_specs
+from nstf.kernels.triton.int_groups import int_groups_specs
 from nstf.kernels.triton.packed import FLOAT, RUN, TABLE, Layout
 from nstf.kernels.triton.skinny import skinny_specs
 from nstf.kernels.triton.spec import KernelSpec
@@ -85,6 +85,11 @@ def use_measured(cache: TuningCache, target: str) -> int:
     return len(known)
 
 
+def measured_count() -> int:
+    """How many tiles are in use that were measured: another number, and what was chosen before may not be chosen now."""
+    return len(_MEASURED.entries)
+
+
 def short_list(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> list[str]:
     """Names of the tiles to time for a product, the first choice first; at most seven."""
     first = first_choice(layout, batch, dtype, arch)
@@ -120,8 +125,8 @@ def packed_specs(
     layout: Layout, batch: int, dtype: torch.dtype, arch: str, name: str, out: torch.dtype
 ) -> tuple[KernelSpec, ...]:
     """The launches of a tile, or of the kernel of a name, kept: making them anew for every product takes the host long."""
-    if name == "int_bytes":
-        return tuple(int_bytes_specs(layout, batch, dtype, arch, out))
+    if name == "int_groups":
+        return tuple(int_groups_specs(layout, batch, dtype, arch, out))
     if name == "skinny":
         return tuple(skinny_specs(layout, batch, dtype, arch, out))
     if name == "gemv":

@@ -47,6 +47,7 @@ class Checkpoint:
         self.ties: Mapping[str, str] = find_ties(plan, source)
         self._keep_untied(plan)
         self._source = source
+        _check_names(plan.recipes, source)
         self._side_files = side_files
         self._files: dict[str, bytes] | None = None
         self._fingerprint: str | None = None
@@ -144,6 +145,16 @@ class Checkpoint:
                 f"{self.path} has no parameter {name[:200]!r}; where its model needs it, the config belongs to another "
                 "model or the file is not whole"
             ) from None
+
+
+def _check_names(recipes: Mapping[str, Recipe], source: Source) -> None:
+    """Raises CorruptError for a name that is no text."""
+    for name, recipe in recipes.items():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:  # half of a pair of surrogates, escaped
+            where = source.describe(recipe.sources[0])
+            raise CorruptError(f"{where}: {name[:80]!a} is no name of a tensor; download it again") from error
 
 
 class NoParameterError(UnsupportedError, KeyError):

@@ -3,7 +3,9 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -103,6 +105,8 @@ def open_regular(path: Path) -> BinaryIO:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
+    except ValueError as error:  # a NUL, or half of a pair of surrogates
+        raise UsageError(f"{str(path)!a}: no file can have such a name") from error
     except OSError as error:
         # A disk that fails is no mistake of whoever gave the path.
         kind = NstfError if error.errno == errno.EIO else UsageError
@@ -125,12 +129,36 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
         return pread_all(file, 0, size, str(path))
 
 
+def read_given(path: Path, limit_bytes: int, what: str) -> bytes:
+    """The content of a file that the user named, `what` for messages. Raises UsageError; NstfError where the disk fails."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit_bytes:
+                raise UsageError(f"{what} {path}: {size} bytes are too many, {limit_bytes} are read")
+            return pread_all(file, 0, size, f"{what} {path}")
+    except UnsupportedError as error:
+        raise UsageError(f"{what} {path}: not a regular file; give another") from error
+    except CorruptError as error:
+        raise UsageError(f"{what} {path}: the file changed while it was read; try again") from error
+
+
+@contextmanager
+def _disk(what: str) -> Iterator[None]:
+    """Names what the machine could not read."""
+    try:
+        yield
+    except OSError as error:
+        raise NstfError(f"{what}: cannot be read ({error.strerror}); check the disk") from error
+
+
 def pread_all(file: BinaryIO, start: int, length: int, what: str) -> bytes:
     """Exactly `length` bytes from `start`. Raises CorruptError when the file is shorter."""
     parts: list[bytes] = []
     while length > 0:
         # One call returns at most 2 GiB - 4 KiB on Linux.
-        part = os.pread(file.fileno(), min(length, 1 << 30), start)
+        with _disk(what):
+            part = os.pread(file.fileno(), min(length, 1 << 30), start)
         if not part:
             raise CorruptError(f"{what} ends {length} bytes too early; it is truncated, download it again")
         parts.append(part)
@@ -143,7 +171,8 @@ def read_into(file: BinaryIO, start: int, buffer: memoryview, what: str) -> None
     parts = range(0, len(buffer), PART_BYTES)
 
     def read(at: int) -> int:
-        return _read_part(file, start + at, buffer[at : at + PART_BYTES])
+        with _disk(what):
+            return _read_part(file, start + at, buffer[at : at + PART_BYTES])
 
     if len(parts) < 2:
         done = read(0)

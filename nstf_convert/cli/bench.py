@@ -62,13 +62,11 @@ def bench(
         return
     from nstf.runtime import graph_bench
 
-    if attention != "full":
-        raise UsageError("--attention planned is measured on the CPU: leave out --device")
     place = options.check_device(device)
     options.refuse_cpu_options(exact, kv_cache)
     if tune:
         tune_tiles(artifact, place)
-    speed = graph_bench.measure(artifact, place, prompt, tokens, repetitions, batch, kernels)
+    speed = graph_bench.measure(artifact, place, prompt, tokens, repetitions, batch, kernels, attention)
     if json:
         print_json(speed.to_json())
     else:

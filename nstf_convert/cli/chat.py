@@ -108,6 +108,8 @@ class Conversation:
                     return
                 if line.startswith("/"):
                     self._command(line.strip())
+                elif any("\ud800" <= c <= "\udfff" for c in line):
+                    sys.stderr.write("error: this line is not UTF-8 text\n")
                 elif line.strip():
                     self._reply(line)
             except EOFError:

@@ -103,10 +103,10 @@ def read_model(path: Path, encoding: str | None, kv_bits: float, stack: ExitStac
         return costs.of_artifact(stack.enter_context(open_artifact(path)), kv_bits)
     if encoding is None:
         raise UsageError(f"{path}: a config.json does not say how matrices are stored: add --encoding int4")
-    if path.stat().st_size > LONGEST_CONFIG:
-        raise UsageError(f"{path}: too long for a config.json")
+    from nstf_convert.checkpoint.paths import read_given
+
     try:
-        config = json_text.loads(path.read_text(encoding="utf-8"))
+        config = json_text.loads(read_given(path, LONGEST_CONFIG, "the config").decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({str(error)[:80]})") from error
     if not isinstance(config, dict):

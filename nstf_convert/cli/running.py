@@ -119,6 +119,9 @@ def open_streams() -> None:
                 os.close(nowhere)
             stream = os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False)
             setattr(sys, name, stream)
+    # Names of files that are no text, and letters that the terminal's encoding has not: made visible, as in messages.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(_Messages(2, "w", closefd=False)),
         encoding=sys.stderr.encoding,

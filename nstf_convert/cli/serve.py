@@ -14,6 +14,7 @@ from nstf_convert.cli.output import clean
 from nstf_convert.cli.sizes import parse_bytes
 
 KEY_VARIABLE = "NSTF_API_KEY"
+MOST_TEXT = 1 << 24  # bytes of a key or a chat template; a device has no end
 
 
 def serve(
@@ -87,7 +88,7 @@ def serve(
     service = Service(
         artifact,
         ServeOptions(
-            name or artifact.stem, parallel, queue, context, max_tokens, threads, kv_cache, exact, reproducible,
+            clean(name or artifact.stem), parallel, queue, context, max_tokens, threads, kv_cache, exact, reproducible,
             prefix_reuse, device, kernels, template, attention,
         ),
     )  # fmt: skip
@@ -128,9 +129,14 @@ def _key(file: Path | None) -> str | None:
 def read_text(file: Path, option: str) -> str:
     """A text file named by an option. Raises UsageError."""
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:
+            found = opened.read(MOST_TEXT + 1)
+        text = found.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {file}: cannot be read ({clean(error)})") from error
+    if len(found) > MOST_TEXT:
+        raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
+    return text
 
 
 def _say(text: str) -> None:

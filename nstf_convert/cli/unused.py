@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nstf.runtime.imports import NOT_FOR_TEXT, leave_out
+from nstf.runtime.imports import NOT_FOR_TEXT, distributions_ahead, leave_out
 from nstf_convert import cli
 
 # Configs are kilobytes; what is larger is read, and refused, by those who open the model.
@@ -16,12 +16,16 @@ def leave_out_unused(model: str) -> None:
     command is a call in another's process."""
     if cli.OWN_PROCESS and _reads_text_alone(Path(model)):
         leave_out(NOT_FOR_TEXT)
+    if cli.OWN_PROCESS:
+        distributions_ahead()
 
 
 def _reads_text_alone(model: Path) -> bool:
     if model.suffix == ".gguf":
         return model.is_file()
     try:
+        if not (model / "config.json").is_file():  # opening a pipe would wait for ever
+            return False
         with (model / "config.json").open("rb") as file:
             config = json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError):

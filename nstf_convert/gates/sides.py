@@ -1,6 +1,7 @@
 """The two things that are compared: artifacts or original models, read tensor by tensor through one interface."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nstf.errors import UsageError
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf_convert.checkpoint.paths import open_regular, pread_all
 from nstf_convert.streamed import StreamedModel
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json"}
@@ -120,8 +122,9 @@ def is_artifact(where: str) -> bool:
         return True
     if not path.is_file() or path.suffix.lower() in (".gguf", ".onnx", ".bin", ".safetensors"):
         return False
-    with path.open("rb") as file:
-        return b'{"__metadata__":{"nstf":' in file.read(64)
+    with open_regular(path) as file:
+        size = min(64, os.fstat(file.fileno()).st_size)
+        return b'{"__metadata__":{"nstf":' in pread_all(file, 0, size, where)
 
 
 def warn_about_source(artifact: Side, original: Side) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
+from nstf_convert.checkpoint.paths import read_given
 
 KEYS = ("context", "choices", "answer", "id", "task")
 MAX_CHOICES = 100
+MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,9 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Question]:
     is no index of the choices.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_given(path, MAX_BYTES, "`tasks`").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"`tasks` {path}: not UTF-8 text (byte {error.start}): give JSON lines") from error
-    except OSError as error:
-        raise UsageError(f"`tasks` {path}: cannot be read ({error.strerror})") from error
     found: list[Question] = []
     # Not splitlines(): it also splits at characters that JSON allows inside a string, such as U+2028.
     for number, line in enumerate(text.split("\n"), 1):

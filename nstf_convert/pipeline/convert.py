@@ -157,20 +157,23 @@ def _choose(run: Run) -> Final:
     """The mix to write, within the budget's bytes or the bound on the measured loss."""
     session = run.session
     budget_bytes = _budget_bytes(session)
+    if budget_bytes is None or session.model is None:
+        session.beside.close()
     if budget_bytes is None:
         return smallest_within(run, session.options.budget.value)
     planned = run.plan(budget_bytes)
     if session.model is None:
         run.encode(planned)
         return Final(planned)
-    rivals, facts = run.rivals(budget_bytes), None
+    begun, facts = run.begin_comparing(planned, budget_bytes), None
+    rivals = [] if begun else run.rivals(budget_bytes)
     run.ahead(rivals)
     if session.options.search_limits is None:
         mix = structure_that_pays(run, run.encoded(planned), budget_bytes)
     else:
         start = structure_that_pays(run, run.measure(planned), budget_bytes, run.measure)
         mix, _, facts = search(run, start, budget_bytes)
-    if run.plain_only:  # plans without decompositions may take more time, and so may single formats
+    if begun or run.plain_only:  # plans without decompositions may take more time, and so may single formats
         rivals = run.rivals(budget_bytes)
     return finish(run, mix, run.best(rivals, mix), facts)
 

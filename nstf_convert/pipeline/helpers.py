@@ -66,6 +66,13 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """Tensors to encode on their own, one mix after the other."""
+
+    mixes: Sequence[Mix]
+
+
+@dataclass(frozen=True)
 class Answer:
     """To a job. failure: why it was not done, else empty; peaks: of the helper's memory so far."""
 
@@ -108,9 +115,11 @@ class Helpers:
         share = machine.host_bytes // (1 + len(devices))
         gpu_bytes = machine.gpu_bytes if beside is None else int(GPU_SHARE * machine.gpu_bytes)
         self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._ending: list[subprocess.Popen[bytes]] = []
         self._busy: list[Connection] = []
         self._lowered = False
         self._gone: set[Connection] = set()
+        self._late: set[Connection] = set()  # that had not begun when others had done their step
         self._peaks: dict[Connection, Peaks] = {}
         self._devices: dict[Connection, str] = {}
         for device in devices:
@@ -153,22 +162,30 @@ class Helpers:
         for connection in self._alive():
             self._send(connection, replace(job, door=self._door(connection)))
 
+    def encode_ahead(self, mixes: Sequence[Mix]) -> None:
+        """One helper begins to encode tensors that the first process will want later."""
+        if alive := self._alive():
+            self._send(alive[0], Encoding(mixes))
+
     def rehearse(self) -> None:
         """All helpers prepare for candidates. Not before the machine was timed: they take from the GPU what they can get.
         What those on the first process's own GPU may take is not this one's until they are closed."""
         if self._beside and self.any and self._machine.on_gpu:
-            left = self._machine.gpu_bytes * (1 - GPU_SHARE * len(self._alive()))
             torch.cuda.empty_cache()
-            keep_within(int(left), self._machine.devices)
-            self._lowered = True
+            self._share_memory()
         for connection in self._alive():
             self._told(connection, Rehearsal())
 
-    def _send(self, connection: Connection, job: Job | SharedStep) -> None:
+    def _share_memory(self) -> None:
+        left = self._machine.gpu_bytes * (1 - GPU_SHARE * len(self._alive()))
+        keep_within(int(left), self._machine.devices)
+        self._lowered = bool(self._alive())
+
+    def _send(self, connection: Connection, job: Job | Encoding | SharedStep) -> None:
         if self._told(connection, job):
             self._busy.append(connection)
 
-    def _told(self, connection: Connection, what: Job | SharedStep | Rehearsal) -> bool:
+    def _told(self, connection: Connection, what: Job | Encoding | SharedStep | Rehearsal) -> bool:
         try:
             connection.send(what)
         except OSError:
@@ -194,7 +211,9 @@ class Helpers:
 
     def shut_out(self, pieces: Pieces) -> None:
         """Nothing waits for helpers that have not begun with a step, and they will not: its pieces are all taken."""
-        self._busy = [c for c in self._busy if not pieces.take(self._door(c))]
+        late = {c for c in self._busy if pieces.take(self._door(c))}
+        self._busy = [c for c in self._busy if c not in late]
+        self._late |= late
 
     def _door(self, connection: Connection) -> str:
         return f"door {connection.fileno()}" if self._beside else ""
@@ -212,19 +231,36 @@ class Helpers:
             if answer.failure:
                 self._failed(answer.failure)
 
+    def keep_one(self) -> None:
+        """Ends all processes but one that has done what it was asked for, if there is one."""
+        kept = next((c for c in self._alive() if c not in self._late and c not in self._busy), None)
+        # Nobody waits for those: a process takes a while to give its GPU back.
+        self._ending += self._end([(p, c) for p, c in self._processes if c is not kept])
+        if self._lowered:
+            self._share_memory()
+
     def close(self) -> None:
         """Ends the processes, whatever they are at."""
-        for process, connection in self._processes:
+        for process in [*self._end(self._processes), *self._ending]:
+            process.wait()
+        self._ending = []
+        if self._lowered:
+            self._lowered = False
+            keep_within(self._machine.gpu_bytes, self._machine.devices)
+
+    def _end(
+        self, ending: Sequence[tuple[subprocess.Popen[bytes], Connection]]
+    ) -> "list[subprocess.Popen[bytes]]":
+        """Kills processes, and gives them back to be waited for."""
+        for process, connection in ending:
             if connection not in self._peaks and (taken := _host_peak(process.pid)):
                 self._peaks[connection] = Peaks(self._devices[connection], taken, None)
             connection.close()
             process.kill()
-        for process, _ in self._processes:
-            process.wait()
-        self._processes, self._busy = [], []
-        if self._lowered:
-            self._lowered = False
-            keep_within(self._machine.gpu_bytes, self._machine.devices)
+        ended, processes = {c for _, c in ending}, [p for p, _ in ending]
+        self._processes = [(p, c) for p, c in self._processes if c not in ended]
+        self._busy = [c for c in self._busy if c not in ended]
+        return processes
 
 
 def count_beside(machine: Machine, checkpoint_bytes: int) -> int:

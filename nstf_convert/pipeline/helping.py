@@ -10,7 +10,7 @@ from nstf.runtime.imports import leave_out
 from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.make import help_with
 from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
-from nstf_convert.pipeline.helpers import Answer, Job, Rehearsal, Start
+from nstf_convert.pipeline.helpers import Answer, Encoding, Job, Rehearsal, Start
 from nstf_convert.pipeline.improve.passes import encode_in_pass
 from nstf_convert.pipeline.machine import keep_within
 from nstf_convert.pipeline.mix import REFERENCES, measure
@@ -88,7 +88,7 @@ def _session(start: Start) -> Session:
     return Session(start.options, Stages(), given=start.bounds, any_size=start.any_size)
 
 
-def _do(session: Session, job: Job | SharedStep) -> None:
+def _do(session: Session, job: Job | Encoding | SharedStep) -> None:
     def silent(unit: Unit) -> None:
         """Progress is the first process's."""
 
@@ -99,6 +99,11 @@ def _do(session: Session, job: Job | SharedStep) -> None:
     if isinstance(job, SharedStep) and job.step == CANDIDATES:
         leave_candidates(session, job)
     if isinstance(job, SharedStep):
+        return
+    if isinstance(job, Encoding):
+        for mix in job.mixes:
+            session.compile_for(mix)
+            session.encoder.encode_all([(session.units[n], r) for n, r in mix.items()], silent)
         return
     session.compile_for(job.mix)
     load = None

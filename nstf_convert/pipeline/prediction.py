@@ -61,6 +61,11 @@ LAUNCHES = 250
 WAITS = 3
 # Roles whose input another one reads first: q, k and v share it, gate and up too.
 BESIDE_ANOTHER = ("k", "v", "up")
+# On a GPU, of an H200 with 16 cores: seconds of a weight that is read, decoded and copied for a measurement; of a byte of
+# the file; of a byte of weights that a pass fetches from the host; of a matrix in the plans that bound time.
+DECODED, WRITTEN, FETCHED, PLANNED = 1.3e-9, 2.7e-9, 0.4e-9, 0.025
+# What a helper on the same GPU adds to the speed of the candidates: with three they took 10.2 s in place of 14.3.
+BESIDE_SPEED = 0.15
 # What a conversion leaves on the heap between its stages.
 SLACK_BYTES = 256 << 20
 
@@ -83,29 +88,31 @@ class Text:
 
 @dataclass(frozen=True)
 class Prediction:
-    """seconds: by stage; host_bytes, gpu_bytes: peaks."""
+    """seconds: by stage; host_bytes, gpu_bytes: peaks. begun: seconds that had passed when there was one."""
 
     seconds: Mapping[str, float]
     host_bytes: int
     gpu_bytes: int
+    begun: float = 0.0
 
     @property
     def total_seconds(self) -> float:
-        return sum(self.seconds.values())
+        return self.begun + sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class _Work:
     """What follows from the shapes. groups: (inputs, weights) of what reads one input, in order; segments: of 256 rows and
-    16 columns; linear, head: weights; inputs, squares, cubes: sums of in, in^2 and in^3 over the inputs
-    that have a Hessian; solved: sum of out in^2; blocks: of 16 columns, over all matrices; working: what encoding the
-    largest takes in memory."""
+    16 columns; linear, head, tables: weights, of the largest table and of all; inputs, squares, cubes: sums of in, in^2 and
+    in^3 over the inputs that have a Hessian; solved: sum of out in^2; blocks: of 16 columns, over all matrices; working:
+    what encoding the largest takes in memory."""
 
     layers: int
     groups: tuple[tuple[int, int], ...]
     segments: int
     linear: int
     head: int
+    tables: int
     vocabulary: int
     hidden: int
     ffn: int
@@ -129,11 +136,12 @@ def predict(
     beside: int = 0,
 ) -> Prediction:
     """The prediction for a model with these tensors. tensor_bytes: of the checkpoint; drops_hessians: they are
-    used as they come and not kept. beside: helpers on the first GPU, of which the memory is counted: what time they save was
-    not measured yet."""
+    used as they come and not kept. beside: helpers on the first GPU."""
     size = options.budget.size_bytes(tensor_bytes, sum(u.elements for u in units))
     work = _work(units)
-    shuffles = "shuffle" in method_families(options.formats, options.bounds_time)
+    # Only where groups do not wait for each other is the search of shuffle codes counted for itself.
+    side_by_side = drops_hessians and not options.front_to_back
+    shuffles = side_by_side and "shuffle" in method_families(options.formats, options.bounds_time)
     rates = measured_rates(
         machine, _quarter_bits(size, units), work.cubes // max(1, work.squares), not options.level.thorough,
         shuffles,
@@ -164,7 +172,12 @@ def predict(
         # Groups wait for each other only where the codes gain from it.
         room = together.room_bytes(machine, 8 * waiting * work.widest) if rates.few_segments else 0
         last = _encode_together(work, rates, encode, room) + waiting / places * (passing + moments / 3)
-    measured = scored * (forward + 2 * logits)
+    measured, fetched, written = scored * (forward + 2 * logits), 0.0, 0.0
+    if machine.on_gpu:
+        weights = work.linear + work.tables
+        measured += weights * DECODED
+        written = WRITTEN * _bits(size, units) / 8 * weights
+        fetched = FETCHED * max(0, tensor_bytes - machine.resident_bytes)
     compared = min(1.0, max(COMPARED_SHARE, 1 / max(1, work.layers)), 3 / max(1, work.layers))
 
     # Further GPUs take batches of the backward pass, Hessians that are not kept, proposals, and the single format.
@@ -178,17 +191,26 @@ def predict(
     compares = options.level.thorough and not drops_hessians
     splits = 2 if text.reports else 1
     spectra = SPECTRA if options.level.thorough and not machine.on_gpu else 2
+    # A pass waits for weights that come more slowly than they are worked with: the backward one fetches them twice.
+    calibration = backward + tokens * (rounded + hessians / shared) + splits * scored * forward
+    calibration = max(calibration, 3 * fetched)
+    candidates = (work.matrices * rates.propose + spectra * work.cubes * rates.factor) / cores / devices
+    planned = (
+        work.matrices * PLANNED if machine.on_gpu and options.level.thorough and options.bounds_time else 0.0
+    )
 
     log.debug("%s, %s", rates, work)
     name = "encode front to back" if options.front_to_back else "encode"
     seconds = {
-        "calibration": backward + tokens * (rounded + hessians / shared) + splits * scored * forward,
-        "candidates": (work.matrices * rates.propose + spectra * work.cubes * rates.factor) / cores / devices,
+        "calibration": calibration,
+        "candidates": candidates / (1 + BESIDE_SPEED * beside),
+        "plan": planned,
         "compare formats": COMPARED * (compared * encode + measured / 2) if compares else 0.0,
         name: passes * last,
         # A final mix that was encoded in a pass is measured on both sets of windows at once.
         "measure": measured * (splits + 1 if gives_up else passes * (splits if in_pass else 1)),
         "report": 0.0 if in_pass or splits == 1 else passes * measured,
+        "write": written,
     }
     if text.done:
         seconds["calibration"] = 0.0
@@ -257,12 +279,14 @@ def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Mac
 
 
 def _encode_together(work: _Work, rates: Rates, encode: float, room: int) -> float:
-    """`_encode` where no group waits for another: a GPU walks the columns of several side by side, if the codes are such."""
+    """`_encode` where no group waits for another: a GPU walks the columns of several side by side, if the codes are such.
+    Tables are searched apart. What the longest walks of all turns take and what all segments take is added up: the last
+    columns of a turn keep few multiprocessors, and other codes are searched in between (8 B on an H200: 70 s a pass)."""
     if not rates.few_segments:
         return encode
     columns = sum(max(inputs for inputs, _ in turn) for turn in together.turns(work.groups, room))
-    walked = max(columns / form.SIDE * rates.few_segments, work.segments * rates.segment)
-    return walked + 2 * work.cubes * rates.factor
+    walked = columns / form.SIDE * rates.few_segments + work.segments * rates.segment
+    return walked + 2 * work.cubes * rates.factor + work.tables * rates.search
 
 
 def _tokens_in_pass(work: _Work, machine: Machine, tokens: int, models: int) -> int:
@@ -322,6 +346,7 @@ def _work(units: Sequence[Unit]) -> _Work:
         segments=sum(-(-r // shuffle.SEGMENT) * -(-c // form.SIDE) for r, c, _ in shapes),
         linear=sum(r * c for r, c, _ in shapes),
         head=0 if table is None else table.elements,
+        tables=sum(u.elements for u in heads),
         vocabulary=0 if table is None else table.elements // _cols(table),
         hidden=min((c for _, c, _ in shapes), default=1),
         ffn=max((c for _, c, _ in shapes), default=1),

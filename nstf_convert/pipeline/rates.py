@@ -30,8 +30,8 @@ TRIAL = (128, 256)
 FEW_TILES = 36
 # Segments of 256 rows of the trial search of shuffle codes: too few to fill a GPU, and enough.
 FEW_SEGMENTS, MANY_SEGMENTS = 4, 256
-# Launches that the proposals for a matrix cost on a GPU; on a CPU these are timed.
-PROPOSE_LAUNCHES = 20000
+# Launches that the proposals for a matrix cost on a GPU, all of them and those that may win; on a CPU these are timed.
+PROPOSE_LAUNCHES, FEW_LAUNCHES = 10000, 4000
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def measured_rates(
         factor=factor,
         search=search / targets.numel() / cores,
         round=round_,
-        propose=PROPOSE_LAUNCHES * launch if machine.on_gpu else propose,
+        propose=(FEW_LAUNCHES if few_forms else PROPOSE_LAUNCHES) * launch if machine.on_gpu else propose,
         launch=launch,
         few_tiles=few,
         layer=layer,

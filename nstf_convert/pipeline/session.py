@@ -5,8 +5,10 @@ import logging
 import math
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from nstf import __version__
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.kernels.formats import trellis
+from nstf.kernels.formats import dense, trellis
 from nstf.kernels.trellis_encode import warm_up
 from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
@@ -63,6 +65,7 @@ class Session:
         may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
         as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`. check: is
         called once the model is open, before anything is written or takes long."""
+        self._begun = time.perf_counter()
         self.helper = given is not None
         self.may_drop, self.any_size = may_drop, any_size
         self.options = options
@@ -102,6 +105,7 @@ class Session:
     def _open_model(self) -> None:
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
+            _check_types(self.checkpoint)
             self._help_beside()
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
@@ -313,13 +317,23 @@ class Session:
             except UnsupportedError as error:
                 self.model_reason = str(error)
             else:
-                if model.missing_said:
-                    log.warning("%s %s", self.options.model, model.missing_said)
-                return model
+                if self.checkpoint.architecture is not None:
+                    self._check_held(model)
+                    return model
+                self.model_reason = "its config.json does not describe its tensors"
         log.warning(
             "%s: %s; its tensors are converted without calibration", self.options.model, self.model_reason
         )
         return None
+
+    def _check_held(self, model: StreamedModel) -> None:
+        """Says which buffers are missing. Raises UnsupportedError where the checkpoint lacks a matrix of its model."""
+        if model.missing_said:
+            log.warning("%s %s", self.options.model, model.missing_said)
+        names = set(self.checkpoint.names())
+        for _, _, weight in model.linear_modules():
+            if weight not in names:
+                self.checkpoint.info(weight)
 
     def _work_dir(self) -> WorkDir:
         """The work directory of this job; a helper shares that of the process that started it."""
@@ -379,6 +393,7 @@ class Session:
                 list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
                 text, calibrations.drops_hessians(self, self.model), self.beside.count,
             )  # fmt: skip
+        found = replace(found, begun=time.perf_counter() - self._begun)
         self.stages.expect(found.seconds)
         machine = self.machine
         memory = [(found.host_bytes, machine.host_bytes, "memory")]
@@ -430,6 +445,16 @@ class Session:
             raise UsageError(
                 f"{self.options.model} has no usable tokenizer ({error}): put its tokenizer.json beside the weights"
             ) from error
+
+
+def _check_types(checkpoint: Any) -> None:
+    """Raises UnsupportedError for a tensor of a type that an artifact cannot hold."""
+    for name in checkpoint.names():
+        if (dtype := checkpoint.info(name).dtype) not in dense.DTYPES:
+            raise UnsupportedError(
+                f"{checkpoint.path}: tensor {name[:80]!r} has the type {dtype}, which is not supported; save it as another, "
+                "or leave it out"
+            )
 
 
 def _config(checkpoint: Any) -> dict[str, Any] | None:

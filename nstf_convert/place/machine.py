@@ -27,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
+from nstf_convert.checkpoint.paths import exists, read_given
 
 VERSION = 1
 MOST_DEVICES = 4096
+# A mesh of 512 devices has half as many.
+MOST_LINKS = 1 << 18
 MOST_BYTES = 1 << 24
 EXAMPLES = Path(__file__).parent / "machines"
 ALGORITHMS = ("ring", "tree", "direct", "hierarchical")
@@ -152,17 +155,16 @@ def examples() -> list[str]:
 def read_machine(name: str) -> Machine:
     """The machine of a file, or an example by its name. Raises UsageError that says what is wrong and where."""
     path = Path(name)
-    if not path.is_file():
+    if not exists(path):
         if name not in examples():
             raise UsageError(
                 f"the machine {name[:80]!r}: no such file, and no example; there are {', '.join(examples())}"
             )
         path = EXAMPLES / f"{name}.json"
-    if path.stat().st_size > MOST_BYTES:
-        raise UsageError(f"{path}: {path.stat().st_size} bytes are too many for a machine file")
+    raw = read_given(path, MOST_BYTES, "the machine file")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON that can be read ({str(error)[:80]})") from error
     return from_json(found, str(path))
 
@@ -174,16 +176,16 @@ def from_json(data: Any, where: str = "machine") -> Machine:
     _known(data, ("nstf_machine", "name", "note", "devices", "links", "collectives"), where)
     devices: list[Device] = []
     for i, entry in enumerate(_list(data, "devices", where)):
-        devices += _devices(entry, f"{where}: devices[{i}]")
+        devices += _devices(entry, f"{where}: devices[{i}]", MOST_DEVICES - len(devices))
     names = [d.name for d in devices]
-    if not devices or len(devices) > MOST_DEVICES:
-        raise UsageError(f"{where}: {len(devices)} devices: give 1 to {MOST_DEVICES}")
+    if not devices:
+        raise UsageError(f"{where}: 0 devices: give 1 to {MOST_DEVICES}")
     twice = next((n for n in names if names.count(n) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:
         raise UsageError(f"{where}: two devices are called {twice!r}")
     links: list[Link] = []
     for i, entry in enumerate(_list(data, "links", where, optional=True)):
-        links += _links(entry, names, f"{where}: links[{i}]")
+        links += _links(entry, names, f"{where}: links[{i}]", MOST_LINKS - len(links))
     machine = Machine(
         _text(data, "name", where) or where, tuple(devices), tuple(links),
         _collectives(data.get("collectives", {}), f"{where}: collectives"), _text(data, "note", where),
@@ -192,7 +194,8 @@ def from_json(data: Any, where: str = "machine") -> Machine:
     return machine
 
 
-def _devices(entry: Any, where: str) -> list[Device]:
+def _devices(entry: Any, where: str, room: int) -> list[Device]:
+    """room: how many more there may be."""
     if not isinstance(entry, Mapping):
         raise UsageError(f"{where}: not an object")
     _known(entry, [f.name for f in fields(Device)] + ["count"], where)
@@ -214,13 +217,18 @@ def _devices(entry: Any, where: str) -> list[Device]:
             values[one.name] = _number(entry, one.name, where, least=0.0 if zero else None)
     if not values["name"]:
         raise UsageError(f"{where}: the name is empty")
+    count = 1
+    if "count" in entry:
+        count = int(_number(entry, "count", where, least=1.0, most=MOST_DEVICES, whole=True))
+    if count > room:
+        raise UsageError(f"{where}: more than {MOST_DEVICES} devices in all")
     if "count" not in entry:
         return [Device(**values)]
-    count = int(_number(entry, "count", where, least=1.0, most=MOST_DEVICES, whole=True))
     return [Device(**values | {"name": f"{values['name']}{i}"}) for i in range(count)]
 
 
-def _links(entry: Any, names: list[str], where: str) -> list[Link]:
+def _links(entry: Any, names: list[str], where: str, room: int) -> list[Link]:
+    """room: how many more there may be."""
     if not isinstance(entry, Mapping):
         raise UsageError(f"{where}: not an object")
     _known(
@@ -238,14 +246,21 @@ def _links(entry: Any, names: list[str], where: str) -> list[Link]:
         raise UsageError(f'{where}: give either "mesh", or "from" and "to"')
     if "mesh" in entry:
         joined = _matching(_text(entry, "mesh", where), names, where)
+        _check_room(len(joined) * (len(joined) - 1) // 2, room, where)
         return [Link(a, b, *rest) for i, a in enumerate(joined) for b in joined[i + 1 :]]
     source, target = _text(entry, "from", where), _text(entry, "to", where)
     if not source or not target:
         raise UsageError(f'{where}: "from" and "to" must both be names')
     ends = _matching(source, names, where) if "*" in source else [source]
+    _check_room(len(ends), room, where)
     if "*" in target:
         raise UsageError(f'{where}: only "from" and "mesh" take patterns')
     return [Link(a, target, *rest) for a in ends if a != target]
+
+
+def _check_room(count: int, room: int, where: str) -> None:
+    if count > room:
+        raise UsageError(f"{where}: more than {MOST_LINKS} links in all; join the devices through a switch")
 
 
 def _matching(pattern: str, names: list[str], where: str) -> list[str]:

@@ -180,6 +180,15 @@ def check_copies(gpus: int) -> list[tuple[int, int]]:
     return wrong
 
 
+def part_of(matrix: Matrix, parts: int) -> tuple[tuple[int, ...], float]:
+    """(shape to time, share of its time) of a part."""
+    if parts == 1 or matrix.axis is None:
+        return matrix.shape, 1.0
+    if matrix.tree.kind in _PLAIN:
+        return tuple(-(-n // parts) if i == matrix.axis else n for i, n in enumerate(matrix.shape)), 1.0
+    return matrix.shape, 1.0 / parts
+
+
 def measured_products(machine: Machine, size_bytes: int) -> Products:
     """Prices of products: on a CPU with compiled kernels their own times, with the threads of one process; else the model.
 
@@ -197,18 +206,15 @@ def measured_products(machine: Machine, size_bytes: int) -> Products:
     threads = max(1, (os.cpu_count() or 1) // len(machine.devices))
     prices = Prices([target], threads, size_bytes)
 
-    def seconds(device: Device, matrix: Matrix, parts: int, rows: int) -> float | None:
-        if not device.is_cpu or len(matrix.shape) != 2:
+    def seconds(device: Device, matrices: Sequence[Matrix], parts: int, rows: int) -> list[float] | None:
+        if not device.is_cpu or any(len(m.shape) != 2 for m in matrices):
             return None
-        shape: tuple[int, ...] = matrix.shape
-        share = 1.0
-        if parts > 1 and matrix.axis is not None:
-            if matrix.tree.kind in _PLAIN:
-                shape = tuple(-(-n // parts) if i == matrix.axis else n for i, n in enumerate(shape))
-            else:
-                share = 1.0 / parts
+        shapes = [part_of(m, parts) for m in matrices]
+        cases = [(m.tree, shape) for m, (shape, _) in zip(matrices, shapes, strict=True)]
         if rows > MOST_ROWS:
-            return share * prices.seconds((matrix.tree, shape, 1), rows)[0]
-        return share * seconds_in_turn(matrix.tree, shape, rows, target.isa, threads, size_bytes, parts)
+            found = [prices.seconds((tree, shape, 1), rows)[0] for tree, shape in cases]
+        else:
+            found = seconds_in_turn(cases, rows, target.isa, threads, size_bytes, parts)
+        return [share * s for s, (_, share) in zip(found, shapes, strict=True)]
 
     return Products(seconds)

@@ -31,8 +31,8 @@ _SERIAL_ROWS = 64
 _FREE_ROWS = 4
 _TRELLIS_ROWS = 32
 _MOST_TRELLIS_ROWS = 64
-# Seconds of a product: (matrix, its share of the rows or columns, rows of activations) -> seconds, or None where not known.
-Measured = Callable[[Device, Matrix, int, int], float | None]
+# Seconds of products: (matrices, parts that each is divided into, rows of activations) -> of each, or None where not known.
+Measured = Callable[[Device, Sequence[Matrix], int, int], Sequence[float] | None]
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Products:
         self, device: Device, matrices: Sequence[Matrix], parts: int, rows: int, used: float, each: float
     ) -> float:
         if self._measured is not None and used == 1.0 and not each:
-            found = [self._measured(device, m, parts if m.axis is not None else 1, rows) for m in matrices]
-            if all(f is not None for f in found):
-                return sum(f for f in found if f is not None)
+            found = self._measured(device, matrices, parts, rows)
+            if found is not None:
+                return sum(found)
         launches, work = 0, 0.0
         groups: set[str] = set()
         for matrix in matrices:

@@ -20,7 +20,7 @@ WINDOW = 16.0
 
 # Where the integer program stops: the relaxation is already within one unit's step of the optimum.
 NODES = 200
-GAP = 1e-4
+GAP = 5e-4
 # A choice by bytes alone that takes so many times the seconds there are is not finished by the program.
 FAR = 1.02
 
@@ -80,6 +80,11 @@ def allocate(
         found = _allocation(units, _exact(units, choice, multiplier, budget_bytes), multiplier)
     if bound_seconds is None:
         return found
+    if (
+        found.seconds <= bound_seconds
+        and found.loss - _least_loss(units, multiplier, budget_bytes) <= GAP * found.loss
+    ):
+        return found
     from nstf_convert.planner.timed import choose
 
     # Its integer program may choose among more options, and is at times better where the bound does not bind.
@@ -125,14 +130,14 @@ def _exact(
     units: Sequence[Sequence[Option]], choice: list[int], multiplier: float, budget_bytes: int
 ) -> list[int]:
     """Re-decides the units near the multiplier by an integer program (HiGHS); never worse than `choice`."""
+    if multiplier <= 0.0:
+        return choice
+    free = _worth_asking(units, choice, multiplier, budget_bytes)
+    if all(len(f) <= 1 for f in free):
+        return choice
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix
 
-    if multiplier <= 0.0:
-        return choice
-    free = [_near(options, current, multiplier) for options, current in zip(units, choice, strict=True)]
-    if all(len(f) <= 1 for f in free):
-        return choice
     variables = [(u, i) for u, options in enumerate(free) for i in options]
     sizes = np.array([units[u][i].size_bytes for u, i in variables], dtype=np.float64)
     losses = np.array([units[u][i].loss for u, i in variables], dtype=np.float64)
@@ -198,6 +203,31 @@ def _silent_stdout() -> Iterator[None]:
         os.dup2(kept, 1)
         os.close(kept)
         os.close(null)
+
+
+def _worth_asking(
+    units: Sequence[Sequence[Option]], choice: Sequence[int], multiplier: float, budget_bytes: int
+) -> list[list[int]]:
+    """The options of each unit that a better choice may have; those of `choice` alone where none is better by `GAP`.
+
+    A better choice has no option whose loss and price are farther from its unit's least than `choice` is from `_least_loss`.
+    """
+    loss = sum(options[i].loss for options, i in zip(units, choice, strict=True))
+    rest = loss - _least_loss(units, multiplier, budget_bytes)
+    if rest <= GAP * loss:
+        return [[i] for i in choice]
+    out = []
+    for options, now in zip(units, choice, strict=True):
+        costs = [o.loss + multiplier * o.size_bytes for o in options]
+        least = min(costs)
+        out.append([i for i in _near(options, now, multiplier) if i == now or costs[i] - least <= rest])
+    return out
+
+
+def _least_loss(units: Sequence[Sequence[Option]], multiplier: float, budget_bytes: int) -> float:
+    """What no choice within the budget goes below, at any multiplier (Everett 1963)."""
+    costs = (min(o.loss + multiplier * o.size_bytes for o in options) for options in units)
+    return sum(costs) - multiplier * budget_bytes
 
 
 def _near(options: Sequence[Option], current: int, multiplier: float) -> list[int]:

@@ -125,7 +125,7 @@ def _measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, pool: 
     torch.set_num_threads(threads)
     try:
         with using(isa), torch.inference_mode():
-            ways = [_way(x, pool.filled(tree, layer.shape), layer.geometry) for tree in trees]
+            ways = [way_of(x, pool.filled(tree, layer.shape), layer.geometry) for tree in trees]
             pairs = list(zip(times, ways, strict=True))
             # The library's own come last: its threads look for more work for milliseconds after each call, on the cores that
             # the next way wants. A chain beside them seemed to take a third longer.
@@ -142,20 +142,20 @@ def _measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, pool: 
     return [typical(found) for found in times]
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """A layer stored in one way. ours: whether the extension runs all of it."""
 
     run: Callable[[], torch.Tensor]
     ours: bool
 
 
-def _way(x: torch.Tensor, encoded: EncodedTensor, geometry: Geometry) -> _Way:
+def way_of(x: torch.Tensor, encoded: EncodedTensor, geometry: Geometry) -> Way:
     """What is timed. Python between the stages of a chain took as long as a stage, and is not there where layers are run
     together."""
     made = stages(encoded, geometry) if cpu.available() else None
     if made is None:
-        return _Way(lambda: convolve(x, encoded, None, geometry), False)
-    return _Way(cpu.in_one_call(made, x), True)
+        return Way(lambda: convolve(x, encoded, None, geometry), False)
+    return Way(cpu.in_one_call(made, x), True)
 
 
 def modelled(layer: Layer, tree: Node, product_seconds: float) -> float:

@@ -50,14 +50,17 @@ _CYCLES = {
     "avx512": {"int": 0.05, "wide": 0.06, "grid": 0.06, "shuffle": 0.06, "sums": 0.15, "trellis": 0.5, "float": 0.15},
     "neon": {"int": 0.2, "wide": 0.3, "grid": 0.25, "shuffle": 0.25, "sums": 6.0, "trellis": 6.0, "float": 0.5},
 }  # fmt: skip
-# Lane instructions a weight on sm_90, by bits of an integer [h].
+# Lane instructions a weight on sm_90, by bits of an integer [h]; those of `_GROUPED` and `_OTHER` that a whole token of an
+# 8B shape takes [h].
 _INT = {2: 5.3, 3: 7.4, 4: 4.7, 5: 8.0, 6: 8.4, 7: 10.0, 8: 8.0}
 # Small groups and zero points on top of them [h].
 _SMALL_GROUP, _ZEROS = 1.0, 0.8
-# Symmetric integers of matrices of at least so many weights, by kernels/triton/int_bytes.py, and groups of 32 on top [h].
-_LARGE, _BYTES, _SMALLEST_GROUP = 50_000_000, {2: 4.4, 3: 5.9, 4: 5.1}, 0.6
+# Symmetric integers that kernels/triton/int_groups.py multiplies, and groups of 32 on top [h].
+_GROUPED, _SMALLEST_GROUP = {2: 3.8, 3: 4.8, 4: 4.9}, 0.5
+# Of a launch: what turning the activations of a rotated matrix takes [h].
+_TURNING = 0.5
 # Other formats on sm_90 [h].
-_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 7.5, "sums": 6.8, "trellis": 21.0, "float": 2.0}
+_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 7.5, "sums": 7.9, "trellis": 21.0, "float": 2.0}
 # What AMD's code takes of sm_90's: by the machine code shuffle takes as many instructions as int4 there, 2.9 to 3.0 [n].
 _AMD, _AMD_SHUFFLE = 1.25, 0.8
 # Trellis values up to so many quarter bits are sums of bytes.
@@ -73,17 +76,18 @@ def seconds(target: Target, atom: Atom) -> float:
         work = work_of(atom.leaf, family) * weights
         return row.start_s + max(atom.size_bytes / row.bandwidth, work / row.rate)
     card = ARCHITECTURES[target.name]
-    work = work_of(atom.leaf, card.backend, weights) * weights
+    work = work_of(atom.leaf, card.backend) * weights
     read = atom.size_bytes / (_GPU_BANDWIDTH * card.bandwidth)
-    return card.launch_s + max(read, work / card.vector_rate)
+    launches = 1.0 + (_TURNING if atom.node.kind == "rotated" else 0.0)
+    return launches * card.launch_s + max(read, work / card.vector_rate)
 
 
-def work_of(leaf: Node, family: str, weights: int = 0) -> float:
+def work_of(leaf: Node, family: str) -> float:
     """What decoding and multiplying one weight takes: cycles of a core on CPUs (`avx2`, `avx512`, `neon`), instructions of a
-    lane on GPUs (`cuda`, `hip`). weights: of the matrix."""
+    lane on GPUs (`cuda`, `hip`)."""
     if family in _CYCLES:
         return _CYCLES[family][_kind(leaf, wide=5)]
-    return _instructions(leaf, family == "hip", weights)
+    return _instructions(leaf, family == "hip")
 
 
 def _kind(leaf: Node, wide: int) -> str:
@@ -95,11 +99,11 @@ def _kind(leaf: Node, wide: int) -> str:
     return {"grid": "grid", "mxfp4": "grid", "shuffle": "shuffle"}.get(leaf.kind, "float")
 
 
-def _instructions(leaf: Node, amd: bool, weights: int) -> float:
+def _instructions(leaf: Node, amd: bool) -> float:
     """Lane instructions of a GPU for a weight."""
     params = leaf.params
-    if leaf.kind == "int" and not amd and weights >= _LARGE and _as_bytes(params):
-        return _BYTES[params.bits] + (_SMALLEST_GROUP if params.group < 64 else 0.0)
+    if leaf.kind == "int" and not amd and _in_groups(params):
+        return _GROUPED[params.bits] + (_SMALLEST_GROUP if params.group < 64 else 0.0)
     if leaf.kind == "int":
         found = _INT[params.bits]
         found += _SMALL_GROUP if 0 < params.group < 128 else 0.0
@@ -110,8 +114,8 @@ def _instructions(leaf: Node, amd: bool, weights: int) -> float:
     return found * ((_AMD_SHUFFLE if leaf.kind == "shuffle" else _AMD) if amd else 1.0)
 
 
-def _as_bytes(params: Any) -> bool:
-    """Whether int_bytes.py multiplies large matrices of an integer format."""
+def _in_groups(params: Any) -> bool:
+    """Whether int_groups.py multiplies matrices of an integer format."""
     whole_runs = params.group > 0 and params.group % 32 == 0
     few_bits = params.bits < 4 or (params.bits == 4 and params.group < 128)
     return bool(params.symmetric and whole_runs and few_bits)

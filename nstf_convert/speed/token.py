@@ -35,8 +35,8 @@ ROUNDS = 3
 SLOW_SECONDS = 0.25
 # What attention, norms and launches add to the products where nothing was run [a].
 OTHER_SHARE = 0.08
-# The same on GPUs: 0.09 to 0.29 for five formats on an H200 (docs/gpu_speed.md, 8B shape, stacks priced as one matrix) [h].
-GPU_SHARE = 0.2
+# The same on GPUs, from five formats on an H200 (docs/gpu_speed.md, 8B shape, stacks priced as one matrix) [h].
+GPU_SHARE = 0.1
 _FOUR_BITS = Node("int", integer.Params(bits=4, group=32, symmetric=True, scale_bits=8))
 
 

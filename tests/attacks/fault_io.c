@@ -130,16 +130,34 @@ ssize_t write(int fd, const void* data, size_t size) { return written(fd, data, 
 ssize_t pwrite(int fd, const void* data, size_t size, off_t at) { return written(fd, data, size, at, 1); }
 ssize_t pwrite64(int fd, const void* data, size_t size, off64_t at) { return written(fd, data, size, at, 1); }
 
-ssize_t read(int fd, void* data, size_t size) {
-    if (watched_fd(fd)) {
-        const int how = begin();
+static ssize_t got(int fd, void* data, size_t size, int64_t at, int positioned) {
+    const int ours = watched_fd(fd), how = ours ? begin() : COUNT;
+    if (ours) {
         FAULT(how);
         if (how == SHORT && size > 1) size /= 2;
-        const ssize_t done = syscall(SYS_read, fd, data, size);
-        end(how, "read", paths[fd], "", 0, NULL, 0);
-        return done;
     }
-    return syscall(SYS_read, fd, data, size);
+    const ssize_t done = positioned ? syscall(SYS_pread64, fd, data, size, at) : syscall(SYS_read, fd, data, size);
+    if (ours) end(how, "read", paths[fd], "", 0, NULL, 0);
+    return done;
+}
+
+ssize_t read(int fd, void* data, size_t size) { return got(fd, data, size, 0, 0); }
+ssize_t pread(int fd, void* data, size_t size, off_t at) { return got(fd, data, size, at, 1); }
+ssize_t pread64(int fd, void* data, size_t size, off64_t at) { return got(fd, data, size, at, 1); }
+
+// Of several parts, the first alone: whoever calls has to call again for the rest.
+static ssize_t got_parts(int fd, const struct iovec* parts, int count, int64_t at) {
+    if (watched_fd(fd) && count > 0) return got(fd, parts[0].iov_base, parts[0].iov_len, at, 1);
+    return syscall(SYS_preadv, fd, parts, count, at, 0);
+}
+
+ssize_t preadv(int fd, const struct iovec* parts, int count, off_t at) { return got_parts(fd, parts, count, at); }
+ssize_t preadv64(int fd, const struct iovec* parts, int count, off64_t at) { return got_parts(fd, parts, count, at); }
+ssize_t preadv2(int fd, const struct iovec* parts, int count, off_t at, int flags) {
+    return got_parts(fd, parts, count, at);
+}
+ssize_t preadv64v2(int fd, const struct iovec* parts, int count, off64_t at, int flags) {
+    return got_parts(fd, parts, count, at);
 }
 
 // Copies inside the kernel are refused as sockets are, so that Python reads and writes instead.

@@ -25,6 +25,7 @@ OLD = b"the file that was there before"
 LEFT_OVERS = (".*.data.*", ".*.part.*", ".*.old.*", ".nstf-????????-????????????????.tmp")
 
 _TEXT = ["--dataset", "{folder}/text.txt", "--samples", "2", "--seq-len", "16", "--threads", "1", "--quiet"]
+_MEASURED = ["--windows", "2", "--seq-len", "16", "--threads", "1", "--quiet"]
 _CONVERT = [
     "convert", "{folder}/model", "--budget", "0.5", "-o", "{folder}/out.nstf", "--work-dir", "{folder}/work", "--force",
     "--prefer", "size", "--formats", "int_grid", "--no-attention-plan", *_TEXT,
@@ -72,6 +73,13 @@ COMMANDS = {
     "export onnx": _export("onnx", "out.onnx", "--overwrite"),
     "export transformers": _export("transformers", "tr", "--overwrite"),
     "serve": Command(["serve", "{folder}/in.nstf", "--threads", "1"], ""),
+    # Those that only read.
+    "inspect": Command(["inspect", "{folder}/in.nstf"], ""),
+    "verify": Command(["verify", "{folder}/in.nstf"], ""),
+    "generate": Command(["generate", "{folder}/in.nstf", "a", "--max-new-tokens", "2", "--threads", "1"], ""),
+    "eval": Command(["eval", "{folder}/in.nstf", "-r", "{folder}/model", "--dataset", "{folder}/text.txt", *_MEASURED], ""),
+    "diff": Command(["diff", "{folder}/model", "{folder}/in.nstf", "--dataset", "{folder}/text.txt", *_MEASURED], ""),
+    "place": Command(["place", "{folder}/in.nstf", "--machine", "h100x8"], ""),
 }  # fmt: skip
 
 

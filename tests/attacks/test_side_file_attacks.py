@@ -15,6 +15,7 @@ from small_llama import LLAMA, tensors
 
 from nstf.errors import CorruptError, NstfError
 from nstf.runtime import load, load_tokenizer
+from nstf.runtime import stream as stream_of_modules
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.artifact.config import parse_object
 from nstf.runtime.engine_text import stream
@@ -78,6 +79,41 @@ def test_generation_settings_that_say_off_or_need_foreign_code_leave_a_model_tha
 ) -> None:
     model: Any = load(made(LLAMA, generation_config=json.dumps(stated).encode()))
     assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2).shape[1] > 3
+
+
+@pytest.mark.parametrize("stated", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+                                    {"do_sample": True, "num_return_sequences": 2}])  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_settings_of_several_texts_leave_a_text_that_is_streamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stated: dict[str, Any], temperature: float
+) -> None:
+    """transformers has no beams for a streamer: `nstf generate` ended with its ValueError."""
+    path = file_with(tmp_path / "m.nstf", generation_config=stated)
+    with caplog.at_level("WARNING", "nstf"):
+        assert isinstance(
+            "".join(stream_of_modules(load(path), load_tokenizer(path), "!", 2, temperature)), str
+        )
+    assert "a text in pieces is decoded without" in caplog.text
+
+
+def test_settings_that_transformers_only_warns_of_are_saved(tmp_path: Path) -> None:
+    """It refuses to write a temperature without `do_sample`, which models of the hub have: an export ended there."""
+    from nstf_convert.cli import run
+
+    stated = {"temperature": 0.7, "top_k": 5, "eos_token_id": 2}
+    path = file_with(tmp_path / "m.nstf", generation_config=stated)
+    assert run(["export", str(path), "--to", "transformers", "-o", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_bytes())
+    assert stated.items() <= found.items()
+    import transformers
+
+    import nstf.integrations.transformers  # noqa: F401
+
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert (
+        loaded.generation_config.temperature == 0.7
+        and type(loaded.generation_config).__qualname__ == "GenerationConfig"
+    )
 
 
 def test_settings_that_forbid_every_token_are_refused(made: Callable[..., Path]) -> None:

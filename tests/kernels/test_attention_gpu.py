@@ -28,7 +28,10 @@ from nstf.kernels.triton.attention_prefill import prefill_spec, shares
 from nstf.kernels.triton.spec import KernelSpec
 
 # In the default run; `make slow` runs all of them.
-FEW = ("a page fills up", "by bytes", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes")
+FEW = (
+    *("a page fills up", "by bytes", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes"),
+    *("generated 0", "generated 2", "generated 9"),
+)
 
 
 def interpreted(names: tuple[str, ...]) -> dict[str, float]:
@@ -53,13 +56,19 @@ def test_interpreted_kernels_attend_as_the_reference() -> None:
 @pytest.mark.slow
 def test_all_interpreted_cases_attend_as_the_reference() -> None:
     found = interpreted(())
-    assert len(found) == len(attention_cases.DECODE) + len(attention_cases.PREFILL)
+    cases = (*attention_cases.DECODE, *attention_cases.PREFILL, *attention_cases.GENERATED)
+    assert len(found) == len(cases)
     check(found)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", (*attention_cases.DECODE, *(f"prefill: {n}" for n in attention_cases.PREFILL))
+    "name",
+    (
+        *attention_cases.DECODE,
+        *attention_cases.ON_A_CARD,
+        *(f"prefill: {n}" for n in attention_cases.PREFILL),
+    ),
 )
 def test_the_kernels_on_a_gpu_attend_as_the_reference(name: str) -> None:
     check(attention_cases.errors("cuda", [name]))

@@ -18,20 +18,16 @@ from conftest import leaf, node
 from nstf.kernels.triton import gates
 from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES
-from nstf.kernels.triton.ended import basis_of, ended_specs
-from nstf.kernels.triton.ending import Basis, Ending, Meeting
+from nstf.kernels.triton.ended import ended_specs
+from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.rotate import rotate_spec
 from nstf.kernels.triton.spec import hollow
 from nstf.kernels.triton.sums import ending_spec
 
 CASES = {case.name: case for case in ending_cases.CASES}
-# A part of the columns that is not full and rows that fill no program; trellises of two rates; what is turned behind a gate.
+# A part of the columns that is not full and rows that fill no program; trellises of two rates.
 SHORT = [ending_cases.CASES[i].name for i in (2, 4, 6, 7)]
-BASIS = Basis(128, 0, torch.float32)
-ENDINGS = (
-    *(Ending(False), Ending(True, normed=True), Ending(normed=True), Ending(adds=True)),
-    *(Ending(False, normed=True, turned=BASIS), Ending(adds=True, turned=BASIS)),
-)
+ENDINGS = (Ending(False), Ending(True, normed=True), Ending(normed=True), Ending(adds=True))
 INT4 = leaf("int", bits=4, group=128)
 
 
@@ -57,7 +53,7 @@ def test_endings_on_a_gpu_do_what_launches_of_their_own_do(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["skinny", "int_bytes", "trellis", "shuffle"])
+@pytest.mark.parametrize("kernel", ["skinny", "int_groups", "trellis", "shuffle"])
 def test_a_graph_gives_the_same_a_thousand_times(kernel: str) -> None:
     """A chain that adds, norms and gates, each launch of which begins before the one in front of it has ended."""
     case = ending_cases.Case(kernel, (2048, 2048), 1, "bfloat16")
@@ -75,8 +71,7 @@ def test_a_graph_gives_the_same_a_thousand_times(kernel: str) -> None:
         meeting = Meeting(squares=squares, epsilon=1e-5)
         gated, _ = product(new, Ending(False, normed=True), meeting)
         normed, _ = product(new, Ending(normed=True), meeting)
-        turned, _ = product(new, Ending(normed=True, turned=BASIS), meeting)
-        return [h, new, gated, normed, turned]
+        return [h, new, gated, normed]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -123,46 +118,27 @@ def test_what_has_no_ending() -> None:
     assert ended_specs(hollow(INT4, (4096, 4096)), 17, torch.bfloat16, adds, "sm_90") == []
 
 
-def test_products_of_paths_end_too_and_activations_are_turned_where_they_are_made() -> None:
-    """A layer in 3 bits takes ten launches: four products, four sums, attention, and what turns the input of `o`."""
-    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-    for kind, rate in (("trellis", (12,)), ("shuffle", 12)):
-        tree = node("rotated", {"x": leaf(kind, quarter_bits=rate)}, block_in=128, seed=5)
-        matrices = {name: hollow(tree, shape) for name, shape in shapes.items()}
-        basis = basis_of(matrices["down"], 1, torch.bfloat16, "sm_90")
-        assert basis == Basis(128, 5, torch.float32)
-        adds = Ending(adds=True, turned=basis)
-        kinds = {
-            name: [
-                spec.kind for spec in ended_specs(matrices[name], 1, torch.bfloat16, ending, "sm_90", turned)
-            ]
-            for name, ending, turned in (
-                *(("qkv", Ending(normed=True), True), ("o", adds, False)),
-                *(("gate_up", Ending(False, normed=True, turned=basis), True), ("down", adds, True)),
-            )
-        }
-        product = f"{kind}_gemm"
-        assert kinds.pop("o") == ["rotate", product, "end"]
-        assert set(map(tuple, kinds.values())) == {(product, "end")}
-    both = node("rotated", {"x": leaf("trellis", quarter_bits=(12,))}, block_in=128, block_out=128)
-    plain = leaf("shuffle", quarter_bits=12)
-    for other in (both, plain):
-        assert basis_of(hollow(other, (4096, 4096)), 1, torch.bfloat16, "sm_90") is None
-    assert basis_of(hollow(tree, (4096, 4096)), 1, torch.bfloat16, "gfx942") is None
+@pytest.mark.parametrize(("kind", "rate"), [("trellis", (12,)), ("shuffle", 12)])
+def test_products_of_rotated_paths_end_too(kind: str, rate: object) -> None:
+    """What turns the activations, the product, and its sum with what follows."""
+    path, endings = leaf(kind, quarter_bits=rate), (Ending(False, normed=True), Ending(adds=True))
+    for ending in endings:
+        matrix = hollow(node("rotated", {"x": path}, block_in=128, seed=5), (4096, 4096))
+        found = ended_specs(matrix, 1, torch.bfloat16, ending, "sm_90")
+        assert [spec.kind for spec in found] == ["rotate", f"{kind}_gemm", "end"]
+        assert ended_specs(matrix, 1, torch.bfloat16, ending, "gfx942") == []
+    both = hollow(node("rotated", {"x": path}, block_in=128, block_out=128), (4096, 4096))
+    assert ended_specs(both, 1, torch.bfloat16, endings[1], "sm_90") == []
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_a_lane_has_the_number_of_its_place_where_lanes_exchange(block: int) -> None:
     """Shuffles say nothing of wrong lanes: one layout for all tensors, a number of each lane, and none that is moved."""
-    basis = Basis(block, 0, torch.float32)
-    for spec in (
-        ending_spec(1, 4096, 14336, 14, torch.bfloat16, Ending(adds=True, turned=basis), "sm_90"),
-        rotate_spec(1, 4096, block, 0, torch.bfloat16, torch.float32, False, "sm_90"),
-    ):
-        text = str(compile_spec(spec, ARCHITECTURES["sm_90"]).stages["ttgir"])
-        layouts = set(re.findall(r"#ttg\.blocked<\{.*?\}>", text))
-        assert layouts == {
-            "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [2], order = [0]}>"
-        }
-        assert "convert_layout" not in text and "#ttg.linear" not in text
-        assert text.count("shfl.sync.bfly") == 4 * 5
+    spec = rotate_spec(1, 4096, block, 0, torch.bfloat16, torch.float32, False, "sm_90")
+    text = str(compile_spec(spec, ARCHITECTURES["sm_90"]).stages["ttgir"])
+    layouts = set(re.findall(r"#ttg\.blocked<\{.*?\}>", text))
+    assert layouts == {
+        "#ttg.blocked<{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [2], order = [0]}>"
+    }
+    assert "convert_layout" not in text and "#ttg.linear" not in text
+    assert text.count("shfl.sync.bfly") == 4 * 5

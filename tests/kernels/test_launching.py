@@ -1,12 +1,17 @@
-"""What launches of a kernel on a stream hand on to each other: kept, but never what a graph's capture allocated."""
+"""What launches of a kernel on a stream hand on to each other: kept, but never what a graph's capture allocated. And what
+is kept of Triton's own work for a launch."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton.compiler import CompiledKernel
+
 from nstf.kernels.triton import launching
+from nstf.kernels.triton.spec import KernelSpec
 
 
 @pytest.fixture
@@ -52,3 +57,57 @@ def test_what_a_capture_allocates_is_not_kept(card: SimpleNamespace) -> None:
     assert kept is not first
     card.capturing = True
     assert handed_on() is kept
+
+
+class Compiled(CompiledKernel):  # type: ignore[misc]
+    """A compiled kernel that notes what it is run with."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.ran.append((grid, *arguments))
+
+
+class Function:
+    """A kernel's function: how often Triton was asked for it."""
+
+    def __init__(self, compiled: object) -> None:
+        self.compiled, self.arg_names = compiled, ["x", "count", "A", "B"]
+        self.asked: list[tuple[tuple[object, ...], dict[str, object]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def ask(*arguments: object, **constants: object) -> object:
+            self.asked.append((arguments, constants))
+            return self.compiled
+
+        return ask
+
+
+def spec_of(function: Function) -> KernelSpec:
+    return KernelSpec("test", function, {"x": "*fp32", "count": "i32"}, {"B": 2, "A": 1}, grid=(3, 1, 1))
+
+
+def test_a_kernel_is_asked_for_once_for_arguments_that_compile_alike() -> None:
+    compiled = Compiled()
+    function = Function(compiled)
+    spec, x = spec_of(function), torch.zeros(32)
+    launching.launch(spec, x, 5)
+    assert function.asked[0][1]["A"] == 1 and not compiled.ran
+    launching.launch(spec, x, 7)
+    # The constants come in the order of the function's arguments, not of the spec.
+    assert len(function.asked) == 1 and compiled.ran == [((3, 1, 1), x, 7, 1, 2)]
+    others: tuple[tuple[torch.Tensor, int], ...] = ((x[1:], 7), (x, 16), (x, 1), (x.half(), 7), (x, 1 << 40))
+    for count, (some, number) in enumerate(others, 2):
+        launching.launch(spec, some, number)
+        assert len(function.asked) == count, "another address, number or type compiles anew"
+    launching.launch(spec_of(function), x, 7)
+    assert len(function.asked) == 7, "another spec knows nothing of this one's"
+
+
+def test_what_does_not_compile_is_asked_for_each_time() -> None:
+    function = Function(None)  # Triton's interpreter gives nothing back
+    spec = spec_of(function)
+    for _ in range(2):
+        launching.launch(spec, torch.zeros(32), 5)
+    assert len(function.asked) == 2 and not spec.kept

@@ -78,6 +78,8 @@ def test_no_case_is_in_neither_part_and_programs_take_several_blocks_of_rows_in_
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_on_a_gpu_give_what_decode_says(name: str) -> None:
+    if CASES[name].arch and CASES[name].arch != linear.arch_of(torch.device("cuda:0")):
+        pytest.skip("has instructions of another card, at which the compiler ends the process")
     assert triton_cases.error_of(CASES[name], "cuda") < CASES[name].limit
 
 

@@ -50,7 +50,7 @@ def test_a_text_that_every_row_repeats_is_in_memory_a_few_times(tmp_path: Path) 
 
 def test_a_column_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "x.parquet", "text", ["x" * (70 * MIB)], compression="zstd")
-    with pytest.raises(UsageError, match="column text unpacks to more than 256 times its bytes"):
+    with pytest.raises(UsageError, match="rows unpack to more than 256 times the file's bytes"):
         list(load_text(path))
 
 
@@ -82,3 +82,59 @@ def test_texts_of_every_type_are_read(tmp_path: Path, kind: str) -> None:
     parquet.write_table(pyarrow.table({"a.text": texts, "text": made}), tmp_path / "x.parquet")
     assert letters(load_text(tmp_path / "x.parquet")) == 200
     assert letters(load_text(tmp_path / "x.parquet", field="a.text")) == 200
+
+
+DATES = {
+    "dates": pyarrow.array([2**30], pyarrow.date32()),
+    "times": pyarrow.array([1], pyarrow.time64("ns")),
+    "moments": pyarrow.array([2**62], pyarrow.timestamp("us")),
+    "spans": pyarrow.array([2**62], pyarrow.duration("s")),
+}
+
+
+@pytest.mark.parametrize("kind", DATES)
+def test_dates_that_python_has_none_for_are_one_line(tmp_path: Path, kind: str) -> None:
+    parquet.write_table(pyarrow.table({"text": DATES[kind]}), tmp_path / "x.parquet")
+    with pytest.raises(UsageError, match="cannot be read as parquet"):
+        list(load_text(tmp_path / "x.parquet"))
+
+
+DAMAGED = """
+import random, sys
+from pathlib import Path
+from nstf.errors import NstfError
+from nstf_convert.dataset import load_text
+path, choice = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+good = path.read_bytes()
+footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+for _ in range(int(sys.argv[3])):
+    bad = bytearray(good)
+    for _ in range(choice.choice((1, 1, 2))):
+        bad[choice.randrange(footer, len(bad))] = choice.choice((choice.randrange(256), 0, 255))
+    path.write_bytes(bad)
+    try:
+        list(load_text(path))
+    except NstfError:
+        pass
+"""
+
+
+def _survives(path: Path, seed: int, count: int) -> None:
+    command = [sys.executable, "-c", DAMAGED, str(path), str(seed), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+
+
+@pytest.mark.parametrize("column", ["text", "messages"])
+def test_damaged_footers_are_errors_and_end_no_process(tmp_path: Path, column: str) -> None:
+    """pyarrow 25 ends the process (SIGABRT) where it is asked for a column whose statistics are of another size."""
+    chat = [{"role": "user", "content": "hello " * 9}]
+    values = ["hello world"] * 300 if column == "text" else [chat] * 300
+    _survives(written(tmp_path / "x.parquet", column, values), 3, 400)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(8))
+def test_many_damaged_footers_are_errors_and_end_no_process(tmp_path: Path, seed: int) -> None:
+    chat = [{"role": "user", "content": "hello " * 9}]
+    _survives(written(tmp_path / "x.parquet", "messages", [chat] * 300), seed, 5000)

@@ -1,6 +1,7 @@
 """Sums, parts and words between three ranks: messages of sizes and dtypes that change, and a group of two of them.
 
-python message_cases.py STORE RANK      (started once for each rank; STORE: a file that is not there yet)
+python message_cases.py STORE RANK WAY      (started once for each rank; STORE: a file that is not there yet; WAY: `shared`
+                                            memory, or `sent` through gloo: as where the last rank does not reach the memory)
 """
 
 import random
@@ -10,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nstf.runtime.messages import MOST_BYTES
+from nstf.runtime import messages
+from nstf.runtime.messages import MOST_BYTES, MOST_SHARED, Mailbox, SharedMailbox, mailbox
 from nstf.runtime.ranks import Ranks
 
 SIZE, ROUNDS = 3, 150
@@ -24,7 +26,7 @@ def own(rank: int, round_: int, shape: tuple[int, ...], dtype: torch.dtype) -> t
 
 def check(ranks: Ranks, round_: int, draw: random.Random) -> None:
     """One exchange, the same on all ranks."""
-    shape = (draw.choice((1, 2, 5)), draw.choice((1, 7, 64, 1000, MOST_BYTES // 4)))
+    shape = (draw.choice((1, 2, 5)), draw.choice((1, 7, 64, 1000, MOST_BYTES // 4, MOST_SHARED // 32)))
     dtype = draw.choice((torch.float32, torch.float64))
     parts = [own(rank, round_, shape, dtype) for rank in range(ranks.size)]
     values, done = parts[ranks.rank].clone(), []
@@ -42,18 +44,22 @@ def check(ranks: Ranks, round_: int, draw: random.Random) -> None:
             assert len(done) == (kind == "meanwhile")
 
 
-def main(store: str, rank: int) -> None:
+def main(store: str, rank: int, way: str) -> None:
+    if way == "sent" and rank == SIZE - 1:
+        messages._opened = lambda path: None
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(minutes=3)
     )
     draw = random.Random(0)
     for round_ in range(ROUNDS):
         check(Ranks(rank, SIZE), round_, draw)
+    assert type(mailbox(Ranks(rank, SIZE), 0)) is (SharedMailbox if way == "shared" else Mailbox)
     few = dist.new_group([0, 1])  # which all make
     if rank < 2:
         for round_ in range(ROUNDS):
             check(Ranks(rank, 2, few), round_, draw)
         two = Ranks(rank, 2, few)
+        assert type(mailbox(two, 1)) is SharedMailbox
         arrays = {"codes": torch.arange(11, dtype=torch.int32)}
         assert torch.equal(two.read_together(arrays, torch.device("cpu"))["codes"], arrays["codes"])
     dist.barrier()
@@ -62,4 +68,4 @@ def main(store: str, rank: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -125,7 +125,9 @@ def outcome(path: Path, ranks: int) -> dict[str, Any]:
                 found[f"{dtype} in pieces"] = model(prompt()).logits
         found["tokens"] = model.generate(prompt(), **GREEDY)
         if model.config.model_type not in WITHOUT_DECODER:
-            found["captured"] = list(Decoder(model).generate(prompt(), 8))
+            decoder = Decoder(model)
+            found["captured"] = list(decoder.generate(prompt(), 8))
+            found["captured again"] = list(decoder.generate(prompt(), 8))
     found["bytes"] = sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
     found["refused to save"] = refusal(lambda: model.save_pretrained(path.parent / "saved"))
     return found

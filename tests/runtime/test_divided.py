@@ -128,6 +128,7 @@ def test_logits_and_tokens_of_two_ranks_are_those_of_one(results: dict[str, Any]
     assert torch.equal(first["tokens"], alone["tokens"]) and torch.equal(second["tokens"], alone["tokens"])
     if "captured" in alone:
         assert first["captured"] == second["captured"] == alone["captured"]
+        assert all(found["captured again"] == found["captured"] for found in (first, second, alone))
 
 
 @pytest.mark.parametrize("name", BY_ENGINE)

@@ -166,9 +166,7 @@ def test_every_launch_of_a_step_was_compiled_ahead(
         assert kernels.count("gate_kernel") == (0 if nvidia else len(layers))
         assert kernels.count("norm_kernel") == 1 + (0 if whole else len(layers) if half else 2 * len(layers))
         if "in paths" in model and nvidia:
-            # Gates turn the input of `down`, endings that add that of the next product; what comes of a norm's launch and of
-            # attention is turned by one of its own.
-            assert kernels.count("rotate_kernel") == (1 + len(layers) if whole else 3 * len(layers))
+            assert kernels.count("rotate_kernel") == 4 * len(layers)
 
 
 def test_a_launch_that_differs_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Decoding by a plan in captured graphs: against the torch path, on a GPU; what is refused, anywhere."""
 
 import copy
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch
 from nstf.errors import UnsupportedError
 from nstf.runtime.attention import apply_plan, new_cache
 from nstf.runtime.attention_plan import AttentionPlan, GroupPlan, HeadPlan, LayerPlan, PlanKLD
+from nstf.runtime.graph_bench import measure
 from nstf.runtime.graph_planned import PlannedDecoder
 from nstf.runtime.kv_formats import PLAIN, KVFormat
 from nstf.runtime.planned_heads import compiled
@@ -118,7 +120,7 @@ def test_graphs_follow_the_torch_path(batch: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_planned_file_generates_on_a_gpu_as_its_steps_do(tiny: ModuleType) -> None:
+def test_a_planned_model_generates_on_a_gpu_as_its_steps_do() -> None:
     plan = plan_of(2, 64)
     model = model_of(torch.float16).cuda()
     apply_plan(model, plan)
@@ -128,3 +130,11 @@ def test_a_planned_file_generates_on_a_gpu_as_its_steps_do(tiny: ModuleType) -> 
         wanted = list(direct.generate(ids, 200))
         graph = PlannedDecoder(model, plan)
         assert list(graph.generate(ids, 200)) == wanted and graph.capacity >= 330
+
+
+@pytest.mark.gpu
+def test_a_planned_file_is_measured_on_a_gpu(tiny: ModuleType, tmp_path: Path) -> None:
+    stored = json.loads(plan_of(2, 64).to_json())
+    path = tiny.write(tmp_path, model_of(torch.float16), attention=stored)
+    dense, planned = (measure(path, "cuda", 300, 8, 1, attention=kind) for kind in ("full", "planned"))
+    assert planned.decode_rate > 0 and planned.bytes_per_token < dense.bytes_per_token

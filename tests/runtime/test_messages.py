@@ -1,12 +1,17 @@
-"""What keeps a core awake ends with its block, and each process is left its own cores."""
+"""Messages between ranks: through shared memory and through gloo. What keeps a core awake ends with its block, and each
+process is left its own cores."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread, Timer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from nstf.kernels.cpu import ext
 from nstf.runtime import messages
@@ -72,11 +77,105 @@ def test_where_no_thread_can_be_started_the_work_goes_on(monkeypatch: pytest.Mon
         raise KeyError
 
 
-def test_sums_and_parts_are_right_in_any_order_and_in_a_group_of_fewer(tmp_path: Path) -> None:
+shared_memory = pytest.mark.skipif(not hasattr(ext, "SharedBox"), reason="needs Linux and the extension")
+
+
+@pytest.mark.parametrize("way", ["sent", pytest.param("shared", marks=shared_memory)])
+def test_sums_and_parts_are_right_in_any_order_and_in_a_group_of_fewer(way: str, tmp_path: Path) -> None:
     program = [sys.executable, Path(__file__).with_name("message_cases.py"), tmp_path / "store"]
-    ranks = [subprocess.Popen([*map(str, program), str(rank)], stderr=subprocess.PIPE) for rank in range(3)]
+    before = {*Path("/dev/shm").glob("nstf-*")}
+    ranks = [
+        subprocess.Popen([*map(str, program), str(rank), way], stderr=subprocess.PIPE) for rank in range(3)
+    ]
     said = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], said
+    assert {*Path("/dev/shm").glob("nstf-*")} <= before, "memory that outlives its processes"
+
+
+def boxes(folder: Path, count: int, capacity: int, spin_us: float, limit_s: float = 60.0) -> list[Any]:
+    """The boxes of so many ranks, all in this process."""
+    path = folder / "shared"
+    path.write_bytes(bytes(ext.SharedBox.size_bytes(count, capacity)))
+    with path.open("r+b") as file:
+        return [ext.SharedBox(file.fileno(), r, count, capacity, spin_us, limit_s) for r in range(count)]
+
+
+@shared_memory
+@pytest.mark.parametrize("spin_us", [0.0, 1000.0], ids=["sleeping", "looking"])
+def test_shared_memory_sums_in_the_order_of_the_ranks(spin_us: float, tmp_path: Path) -> None:
+    count, rounds = 3, 300
+    made = boxes(tmp_path, count, 4 * 300, spin_us)  # larger messages go in pieces
+    numbers = torch.randn(rounds, count, 1000, generator=torch.Generator().manual_seed(0))
+    found = torch.empty_like(numbers)
+    parts = torch.empty(rounds, count, count, 500, dtype=torch.int32)
+
+    def work(rank: int) -> None:
+        for i in range(rounds):
+            size = 1 + 37 * i % 1000
+            own = numbers[i, rank].clone()
+            made[rank].sum(own.data_ptr(), size)
+            found[i, rank] = own
+            word = torch.full((500,), 10 * i + rank, dtype=torch.int32)
+            made[rank].exchange(word.data_ptr(), word.nbytes, parts[i, rank].data_ptr())
+
+    threads = [Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(rounds):
+        size, (a, b, c) = 1 + 37 * i % 1000, numbers[i]
+        for rank in range(count):
+            assert torch.equal(found[i, rank, :size], ((a + b) + c)[:size])
+            assert torch.equal(found[i, rank, size:], numbers[i, rank, size:])
+            assert torch.equal(
+                parts[i, rank], 10 * i + torch.arange(3, dtype=torch.int32)[:, None].expand(3, 500)
+            )
+
+
+@shared_memory
+def test_shared_memory_refuses_a_file_that_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(bytes(100))
+    with (tmp_path / "short").open("r+b") as file:
+        with pytest.raises(RuntimeError, match="too short"):
+            ext.SharedBox(file.fileno(), 0, 2, 64, 0.0, 1.0)
+        with pytest.raises(ValueError, match="no such rank"):
+            ext.SharedBox(file.fileno(), 2, 2, 64, 0.0, 1.0)
+
+
+OTHER = """
+import sys
+from nstf.kernels.cpu import ext
+with open(sys.argv[1], "r+b") as file:
+    box = ext.SharedBox(file.fileno(), 1, 2, 64, 0.0, 60.0)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@shared_memory
+def test_who_waits_for_a_process_that_ended_is_told(tmp_path: Path) -> None:
+    first, _ = boxes(tmp_path, 2, 64, 0.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path / "shared")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"there\n"
+        other.kill()  # and nobody has asked for its exit code
+        values = torch.zeros(4)
+        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+            first.sum(values.data_ptr(), 4)
+
+
+@shared_memory
+def test_a_wait_has_an_end_and_listens_to_signals(tmp_path: Path) -> None:
+    first, _ = boxes(tmp_path, 2, 64, 0.0, limit_s=0.2)
+    values = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="too long"):
+        first.sum(values.data_ptr(), 4)
+    again, _ = boxes(tmp_path, 2, 64, 0.0)
+    Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        again.sum(values.data_ptr(), 4)
 
 
 @pytest.mark.parametrize(

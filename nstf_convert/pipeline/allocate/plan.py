@@ -125,7 +125,12 @@ def uniforms(
     found.sort(key=lambda f: f[0])
     out: dict[str, Planned] = {}
     for expected, mix, recipe in found:
-        if recipe.method in out or not fits(mix):
+        if (
+            recipe.method in out
+            or sum(cand.least_bytes(session.units[n], recipe) for n in mix) > budget_bytes
+        ):
+            continue  # most are too large, which is found sooner than how fast they are
+        if not fits(mix):
             continue
         size = exact_size(session, mix, meta)
         if size <= budget_bytes:

@@ -202,8 +202,13 @@ def file_digest(path: Path) -> str:
     """The SHA-256 of a calibration file. Raises UsageError when there is none."""
     if not path.is_file():
         raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise NstfError(
+            f"the calibration file {path} cannot be read ({error.strerror}); check the disk"
+        ) from error
 
 
 def _waiting(session: "Session", model: StreamedModel, data: inputs.Data) -> inputs.Data:

@@ -296,6 +296,23 @@ class Run:
         """Other GPUs, if there are any, begin with the last steps of some plans."""
         self.session.helpers.start([Job(p.mix, not self._one_by_one) for p in found])
 
+    def begin_comparing(self, planned: Planned, budget_bytes: int) -> bool:
+        """Whether a process beside this one has begun with the few layers by which single formats are compared with a plan:
+        then the plan is encoded first, and the formats are compared when these layers are there."""
+        session = self.session
+        session.beside.keep_one()
+        compares = session.options.level.thorough and not session.options.level.every_family
+        found = (
+            self._fitting(budget_bytes) if session.beside.any and session.keeps_hessians and compares else []
+        )
+        found = _hopeful(found)
+        if len(found) < 2:
+            session.beside.close()
+            return False
+        few = set(rival.few_layers(found[0].mix))
+        session.beside.encode_ahead([{n: r for n, r in p.mix.items() if n in few} for p in (*found, planned)])
+        return True
+
     def rivals(self, budget_bytes: int) -> list[Planned]:
         """The single formats within a budget that are worth all steps; none when none fits.
 
@@ -303,12 +320,16 @@ class Run:
         measured on a few layers; only the best there, and those close to it, take all steps. An effort that compares none
         takes the one that is expected to lose least.
         """
+        found = self._fitting(budget_bytes)
+        return self._promising(found) if len(found) > 1 else found
+
+    def _fitting(self, budget_bytes: int) -> list[Planned]:
+        """Of every family the single format that fits and is fast enough, those first that are expected to lose least."""
         with self.session.stages.stage("plan"):
-            found = plans.uniforms(
+            return plans.uniforms(
                 self.session, self.table, budget_bytes, self.meta.widest(),
                 lambda mix: self.fast_enough(mix, budget_bytes),
             )  # fmt: skip
-        return self._promising(found) if len(found) > 1 else found
 
     def best(self, found: Sequence[Planned], mix: Trial | None = None) -> Trial | None:
         """The one of some plans that measures best, by the same last steps as a mix; None when there is none. mix: the one
@@ -370,7 +391,7 @@ class Run:
         session = self.session
         if session.options.level.every_family:
             return found
-        found = [p for p in found if p.expected_loss <= HOPELESS * found[0].expected_loss]
+        found = _hopeful(found)
         if len(found) == 1 or not session.options.level.thorough:
             return found[:1]
         if not session.keeps_hessians:
@@ -379,6 +400,8 @@ class Run:
         else:
             few = set(rival.few_layers(found[0].mix))
             with session.stages.stage("compare formats"):
+                session.beside.wait()
+                session.beside.close()
                 scores, close = [self._on_a_few_layers(p, few)[1] for p in found], MEASURED_MARGIN
         for planned, score in zip(found, scores, strict=True):
             log.info("%s: about %.6g", planned.label, score)
@@ -413,6 +436,11 @@ class Run:
         log.info("%s: %d bytes, score %.6g", trial.planned.label, trial.planned.size_bytes, trial.score)
         self.tried.append(trial.to_json())
         return trial
+
+
+def _hopeful(found: Sequence[Planned]) -> list[Planned]:
+    """Those of some plans, the best expected first, that may lose least."""
+    return [p for p in found if p.expected_loss <= HOPELESS * found[0].expected_loss]
 
 
 def without_decompositions(found: Sequence[Candidate]) -> list[Candidate]:

@@ -106,6 +106,12 @@ def price(unit: Unit, recipe: Recipe) -> tuple[Node, int]:
     return found.tree, found.arrays_bytes + found.header_bytes + name + found.arrays * len(unit.name)
 
 
+def least_bytes(unit: Unit, recipe: Recipe) -> int:
+    """Bytes of the whole tensor's arrays: what a recipe takes on disk at least."""
+    found = _priced(recipe, unit.shape, unit.inner_shape, unit.lead, unit.permute, unit.dtype)
+    return found.arrays_bytes
+
+
 def arrays_bytes(unit: Unit, recipe: Recipe) -> int:
     """Bytes of a recipe's arrays, without what the header takes."""
     return recipes.size_of(recipe, unit.inner_shape, unit.lead)

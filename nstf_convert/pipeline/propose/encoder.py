@@ -73,6 +73,7 @@ class Encoder:
         self._machine = machine
         self._asked: dict[str, dict[str, Any]] = {}  # what was found at the bits of a first plan, by tensor
         self._work = work
+        self._read: dict[str, dict[str, Any]] = {}  # what was read of the work directory's tables, by key
         self._source = source
         self.statistics = statistics
         self._identity = identity
@@ -246,8 +247,10 @@ class Encoder:
         if found is None:
             known = self._learnt(unit)
             points = [(cand.arrays_bytes(unit, c.recipe), c.loss) for c in rivals]
+            signal = self._explored(unit, allowed).get("signal")
+            signal = known.signal if signal is None else signal
             room = replace(
-                self._room(unit, allowed), planned=planned, rival=structure.rival_of(points, known.signal)
+                self._room(unit, allowed), planned=planned, rival=structure.rival_of(points, signal)
             )
             there = {c.recipe for c in rivals}
             plain = cand.plain_recipes(known, allowed, self._few, self._timed, room.looks, planned)
@@ -311,8 +314,7 @@ class Encoder:
         key = self._key(
             "plain", unit, methods=methods, versions=versions(methods), few=self._few, timed=self._timed
         )
-        found = self._work.find_metadata(key)
-        if found is not None:
+        if (found := self._found(key)) is not None:
             return found
         known = learnt or self._learnt(unit)
         inner, stats = known.weight, known.stats
@@ -330,7 +332,15 @@ class Encoder:
             "looks": [_look(k) for k in looks],
         }
         self._work.put(key, {}, table)
+        self._read[key] = table
         return table
+
+    def _found(self, key: str) -> dict[str, Any] | None:
+        """What the work directory has of a tensor's forms. They are asked for several times over, and a file costs more to
+        open and check than they take in memory."""
+        if key not in self._read and (found := self._work.find_metadata(key)) is not None:
+            self._read[key] = found
+        return self._read.get(key)
 
     def _explored(self, unit: Unit, allowed: set[str]) -> dict[str, Any]:
         """The decompositions of a tensor with measured losses, and the looks that ruled the others out. The budget decides
@@ -340,8 +350,7 @@ class Encoder:
             "structure", unit, methods=methods, versions=versions(methods), few=self._few, timed=self._timed,
             bits=self._bits_of(unit),
         )  # fmt: skip
-        found = self._work.find_metadata(key)
-        if found is not None:
+        if (found := self._found(key)) is not None:
             return found
         known = self._learnt(unit)
         plain = self._estimated(unit, allowed, known)["plain"]
@@ -353,8 +362,10 @@ class Encoder:
         table = {
             "made": [[r.to_json(), v] for r, v in made.made],
             "looks": [_look(k) for k in made.looks],
+            "signal": made.signal,
         }
         self._work.put(key, {}, table)
+        self._read[key] = table
         return table
 
     def signature(self, unit: Unit) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def build_table(session: Session, allowed: set[str], progress: Any) -> Table:
     units = [u for u in session.units.values() if u.kept is None]
     known = [u for u in units if session.statistics.calibrated(u)]
     found = _shared(session, known, allowed, progress)
-    session.beside.close()
+    session.beside.keep_one()
     signals = sorted(session.encoder.signal(u, allowed) for u in known)
     if signals:
         session.statistics.set_typical(signals[len(signals) // 2])
@@ -74,7 +74,7 @@ def _shared(
         session.beside.shut_out(pieces)
         if len(found) < len(units):
             pieces.wait()
-        session.beside.close()  # their memory is this process's again
+        session.beside.keep_one()  # the others' memory is this process's again
     # What was worked out elsewhere is found.
     rest = [u for u in units if u.name not in found]
     found |= encoder.each(rest, lambda u: encoder.candidates(u, allowed), progress)

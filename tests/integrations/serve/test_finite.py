@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from nstf.integrations.serve.finite import MOST_PARTS, MOST_ROUNDS, can_end, parts_of, text_bytes
+from nstf.integrations.serve.finite import (
+    MOST_PARTS,
+    MOST_ROUNDS,
+    can_end,
+    common_multiple,
+    parts_of,
+    text_bytes,
+)
 
 LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
@@ -127,3 +134,43 @@ def test_a_schema_beyond_what_the_library_follows_is_refused(schema: Any) -> Non
     assert (error.value.status, error.value.param) == (400, "response_format")
     assert grammars.of({"type": "object", "properties": {"a": {"type": "integer"}}}).satisfiable
     assert grammars.of({"const": 1}).satisfiable and grammars.of({"type": "null"}).satisfiable
+
+
+def test_common_multiples_are_counted_without_decimal_points() -> None:
+    def of(*steps: float) -> int:
+        return common_multiple({"allOf": [{"multipleOf": step} for step in steps]}, 10_000)
+
+    assert (of(), of(5, 10, 25), of(0.01, 0.25), of(1e-7), of(100)) == (1, 50, 25, 1, 100)
+    assert of(0, -3, True, float("inf"), "x") == 3  # type: ignore[arg-type]
+    assert of(97, 89, 101, *range(1, 5000)) > 10_000
+
+
+# 12 s of processor time and 370 MiB before an answer had begun; parts that are joined have the common multiple.
+STEP = {"type": "integer", "multipleOf": 999_983}
+STEPS = {"allOf": [{"type": "integer", "multipleOf": step} for step in (97, 89, 101)]}
+
+
+@pytest.mark.parametrize("schema", [STEP, STEPS], ids=["one", "joined"])
+def test_steps_that_take_much_memory_are_refused_before_they_are_read(schema: Any) -> None:
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import Grammars
+
+    grammars = Grammars("{}", 8, [1])
+    grammars._tokenizer = object()
+    with pytest.raises(ApiError, match="multipleOf") as error:
+        grammars.of({"type": "object", "properties": {"a": schema}})
+    assert (error.value.status, error.value.param) == (400, "response_format")
+
+
+def test_a_lexer_has_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state takes 1 to 2 KB; llguidance's own limit is 250,000 of them an answer."""
+    llguidance = pytest.importorskip("llguidance")
+    from nstf.integrations.serve.grammar import MOST_STATES, Grammars
+
+    given: dict[str, int] = {}
+    own = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **limits: given.update(limits) or own(**limits))
+    model = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
+    Grammars((model / "tokenizer.json").read_text(), 1000, [0]).of({"type": "object"})
+    assert own(**given).max_lexer_states == MOST_STATES <= 40_000

@@ -262,3 +262,18 @@ def test_a_whole_block_of_a_prompt_takes_a_step_of_its_own_beside_answers(tokeni
     # The other answer goes on: as many steps as pieces of 32 would have taken, and one more.
     assert [len(parts) for parts in batch.steps[number - 3 : number]] == [1, 1, 1]
     assert all(parts[0].sequence == 0 for n, parts in enumerate(batch.steps) if n != number and n < 20)
+
+
+def test_infinities_among_the_logits_are_no_logprobs() -> None:
+    """JSON holds neither NaN nor infinities: one ended an answer with a 500, or stood in its stream."""
+    from array import array
+
+    from nstf.errors import NstfError
+    from nstf.integrations.serve.scheduler import _score
+
+    never = _score(array("f", [1.0, float("-inf"), 0.0]), 0, 3)
+    assert [token for token, _ in never.top] == [0, 2, 1] and never.top[2][1] == -9999.0
+    assert _score(array("f", [1.0, float("-inf")]), 1, 0).logprob == -9999.0
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(NstfError, match="no numbers"):
+            _score(array("f", [1.0, wrong, 0.0]), 0, 2)

@@ -73,6 +73,9 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"logit_bias": {"3": 1}}, "logit_bias"),
     ({"colour": "red"}, "colour"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_k": 10**400}, "top_k"),
+    ({"top_k": 1 << 31}, "top_k"),
     ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
 ]
 
@@ -186,6 +189,9 @@ def test_a_key_is_asked_for(serve: Callable[..., Served]) -> None:
 
 def test_a_web_page_elsewhere_cannot_use_the_server_under_its_own_name(server: Served) -> None:
     assert server.call("/v1/models", Host="evil.example:8000")[0] == 403
+    assert server.call("/health/", Host="evil.example")[0] == 404, (
+        "no redirection to a name that a request states"
+    )
     assert server.call("/v1/models", Host=f"localhost:{server.port}")[0] == 200
     # What a page may send without asking first is no JSON.
     assert server.call(CHAT, json.dumps(HELLO).encode(), Content_Type="text/plain")[0] == 415

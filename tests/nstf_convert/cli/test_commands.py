@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from nstf.errors import UsageError
 from nstf.runtime.engine_attention import int8_bytes
 from nstf.runtime.kv_formats import dense_group_bytes
 from nstf_convert.cli.schema import FIELDS
@@ -274,6 +275,19 @@ def test_bench_keeps_the_options_of_a_gpu_for_a_gpu(nstf, tiny):
     for command in (("bench", tiny.coarse), ("generate", tiny.coarse, "The")):
         result = nstf(*command, "--device", "cuda:99")
         assert result.code == 2 and result.err.startswith("error: --device cuda:99: ")
+
+
+def test_bench_measures_a_plan_on_a_gpu_too(nstf, tiny, monkeypatch):
+    from nstf.runtime import graph_bench
+    from nstf_convert.cli import options
+
+    def measured(path, device, prompt, tokens, repetitions, batch, kernels, attention):
+        raise UsageError(f"{device}, {prompt} tokens, {attention}")
+
+    monkeypatch.setattr(options, "check_device", lambda name: name)
+    monkeypatch.setattr(graph_bench, "measure", measured)
+    result = nstf("bench", tiny.coarse, "--device", "cuda", "--attention", "planned")
+    assert result.code == 2 and "cuda, 512 tokens, planned" in result.err
 
 
 def test_inspect_names_the_engines_kernels_and_what_they_cost(nstf, tiny):

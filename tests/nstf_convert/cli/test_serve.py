@@ -323,3 +323,29 @@ def test_generate_draws_with_all_options(
     ]:
         assert run(["generate", str(artifact), "The king", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["", " ", "x" * 64, "\0", "\udcff", "256.1.1.1"])
+def test_a_host_that_is_none_is_one_line(host: str) -> None:
+    """asyncio's traceback of a name that is too long had sixty lines, and an empty one took every address."""
+    from nstf.integrations.serve.server import AddressError, run
+
+    with pytest.raises(AddressError, match="cannot listen on"):
+        run(None, host, 0, print)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["--api-key-file", "--chat-template"])
+def test_a_device_that_never_ends_is_no_text(artifact: Path, option: str, capsys: Any) -> None:
+    assert run(["serve", str(artifact), option, "/dev/zero"]) == 2
+    assert "longer than 16777216 bytes" in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_text_does_not_end_a_chat(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from nstf_convert.cli.chat import Conversation
+
+    typed = iter(["a\udcff", "/exit", "never reached"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    Conversation(None, None, (), None, None).run()  # type: ignore[arg-type]
+    assert (
+        capsys.readouterr().err == "error: this line is not UTF-8 text\n" and next(typed) == "never reached"
+    )

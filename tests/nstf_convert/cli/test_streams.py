@@ -111,3 +111,11 @@ def test_what_is_alive_at_the_end_is_not_listed_as_leaked() -> None:
     )
     code, _, err = ended(["verify", FILE], alive)
     assert (code, err) == (0, "")
+
+
+def test_a_name_that_is_no_text_is_made_visible(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"m\xff\xc3\xa9.nstf")
+    path.write_bytes(Path(FILE).read_bytes())
+    before = "import sys; sys.stdout.reconfigure(encoding='utf-8', errors='strict');"
+    code, out, err = ended(["verify", str(path)], before)
+    assert (code, err) == (0, "") and "m\\udcff" in out.splitlines()[0]

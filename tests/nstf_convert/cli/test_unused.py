@@ -1,5 +1,6 @@
 """Commands on a language model do without the libraries that transformers would import for images."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from nstf.runtime.imports import NOT_FOR_TEXT
+from nstf.runtime.imports import NOT_FOR_TEXT, distributions_ahead
 from nstf_convert import cli
 from nstf_convert.cli import unused
 
@@ -60,6 +61,7 @@ def test_a_language_model_is_opened_without_them(leaves_out, tmp_path) -> None:
 def test_only_where_the_config_names_a_language_model(config, left_out, tmp_path, monkeypatch) -> None:
     found = []
     monkeypatch.setattr(unused, "leave_out", found.extend)
+    monkeypatch.setattr(unused, "distributions_ahead", lambda: None)
     monkeypatch.setattr(cli, "OWN_PROCESS", True)
     unused.leave_out_unused(written(tmp_path / "model", config))
     assert bool(found) is left_out
@@ -68,6 +70,7 @@ def test_only_where_the_config_names_a_language_model(config, left_out, tmp_path
 def test_a_folder_without_a_config_is_left_to_those_who_open_it(tmp_path, monkeypatch) -> None:
     found = []
     monkeypatch.setattr(unused, "leave_out", found.extend)
+    monkeypatch.setattr(unused, "distributions_ahead", lambda: None)
     monkeypatch.setattr(cli, "OWN_PROCESS", True)
     unused.leave_out_unused(str(tmp_path))
     unused.leave_out_unused(str(tmp_path / "none.gguf"))
@@ -80,3 +83,13 @@ def test_a_command_in_another_process_leaves_them_to_it(nstf, tmp_path) -> None:
     model = written(tmp_path / "model", {"architectures": ["LlamaForCausalLM"]})
     assert nstf("plan", model, "--budget", "0.5").code != 0
     assert not [name for name in NOT_FOR_TEXT if sys.modules.get(name, sys) is None]
+
+
+def test_the_distributions_that_a_thread_looks_for_are_those_that_there_are(monkeypatch) -> None:
+    find = importlib.metadata.packages_distributions
+    wanted, calls = find(), []
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: calls.append(1) or find())
+    distributions_ahead()
+    assert importlib.metadata.packages_distributions() == wanted
+    assert importlib.metadata.packages_distributions() == wanted
+    assert calls == [1]

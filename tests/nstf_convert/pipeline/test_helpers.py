@@ -109,11 +109,12 @@ def one_beside(monkeypatch) -> None:
     monkeypatch.setattr(sessions, "count_beside", lambda machine, checkpoint_bytes: 1)
 
 
-def test_a_process_on_the_same_device_takes_candidates_and_nothing_else(
+def test_a_process_on_the_same_device_takes_candidates_and_the_layers_that_are_compared(
     default_options, converted, one_beside, monkeypatch, tmp_path
 ) -> None:
-    jobs, taken = [], []
+    jobs, taken, mixes, here = [], [], [], []
     start_all, tell, work = Helpers.start_all, Helpers._told, table._taken
+    ahead, encode = Helpers.encode_ahead, Encoder.encode
 
     def once_it_began(self, job):
         start_all(self, job)
@@ -131,12 +132,26 @@ def test_a_process_on_the_same_device_takes_candidates_and_nothing_else(
         taken.append((len(found), len(units)))
         return found
 
+    def noted(self, wanted):
+        mixes.extend(wanted)
+        here.clear()
+        ahead(self, wanted)
+
+    def encoded(self, unit, recipe):
+        result = encode(self, unit, recipe)
+        if result.seconds:  # made, not found
+            here.append((unit.name, recipe))
+        return result
+
     monkeypatch.setattr(Helpers, "start_all", once_it_began)
     monkeypatch.setattr(Helpers, "_told", told)
+    monkeypatch.setattr(Helpers, "encode_ahead", noted)
+    monkeypatch.setattr(Encoder, "encode", encoded)
     monkeypatch.setattr(table, "_taken", counted)
     report = convert(default_options(output=tmp_path / "two.nstf")).report
     assert (tmp_path / "two.nstf").read_bytes() == converted.content
-    assert jobs == ["Rehearsal", "candidates"]
+    assert jobs == ["Rehearsal", "candidates", "Encoding"]
+    assert len(mixes) > 1 and not {(n, r) for mix in mixes for n, r in mix.items()} & set(here)
     assert len(taken) == 1 and taken[0][0] < taken[0][1]
     peaks = report["resources"]["peaks"]
     assert [p["device"] for p in peaks] == ["cpu", "cpu"]
@@ -227,6 +242,26 @@ def test_what_helpers_beside_may_take_is_not_the_first_process_s_until_they_end(
         found.close()
         found.close()
     assert bounds == [60 << 30, 80 << 30]
+
+
+def test_one_process_beside_stays_and_gives_back_what_the_others_may_take(
+    default_options, monkeypatch, tmp_path
+) -> None:
+    given = replace(machine("cpu", None, None, 1), gpu_bytes=80 << 30)
+    bounds = []
+    monkeypatch.setattr(helpers_module, "keep_within", lambda size, devices: bounds.append(size))
+    found = Helpers(default_options(), tmp_path / "nothing.work", given, 3)
+    try:
+        monkeypatch.setattr(Machine, "on_gpu", property(lambda self: True))
+        found.rehearse()
+        found.keep_one()
+        assert found.any and found.count == 1
+        found._late |= {c for _, c in found._processes}  # nobody waits for one that did not begin
+        found.keep_one()
+        assert not found.any
+    finally:
+        found.close()
+    assert bounds == [50 << 30, 70 << 30, 80 << 30]
 
 
 def test_a_rehearsal_needs_no_calibration_and_leaves_nothing(default_options, tmp_path, monkeypatch) -> None:

@@ -361,14 +361,18 @@ def test_datasets_take_turns_among_the_windows(options, small, tmp_path) -> None
 
 def test_a_gpu_is_predicted_to_walk_the_columns_of_several_groups_side_by_side() -> None:
     layer = [(4096, 25 << 20), (4096, 16 << 20), (4096, 112 << 20), (14336, 56 << 20)]
-    work = SimpleNamespace(groups=32 * layer, segments=27_000_000, cubes=0)
+    work = SimpleNamespace(groups=32 * layer, segments=27_000_000, cubes=0, tables=0)
     rates = replace(RATES, few_segments=16 * 150e-6, segment=1e-8)
     alone = prediction._encode_together(work, rates, 0.0, 1)
-    assert alone == pytest.approx(32 * (3 * 4096 + 14336) * 150e-6)
+    assert alone == pytest.approx(32 * (3 * 4096 + 14336) * 150e-6 + 0.27)
     several = prediction._encode_together(work, rates, 0.0, 22 << 30)
     assert 0.17 * alone < several < 0.22 * alone
-    # With memory for all of it the multiprocessors are what there is too few of.
-    assert prediction._encode_together(work, replace(rates, segment=1e-6), 0.0, 1 << 50) == 27.0
+    # With memory for all of it the multiprocessors are what there is too few of. Tables are searched apart.
+    all_at_once = prediction._encode_together(work, replace(rates, segment=1e-6), 0.0, 1 << 50)
+    assert all_at_once == pytest.approx(27.0 + 14336 * 150e-6)
+    work.tables = 1_000_000
+    tables = prediction._encode_together(work, replace(rates, segment=1e-6), 0.0, 1 << 50) - all_at_once
+    assert tables == pytest.approx(1e6 * rates.search)
     assert prediction._encode_together(work, RATES, 3.0, 1 << 50) == 3.0
 
 

@@ -172,3 +172,33 @@ def test_bytes_alone_are_not_planned_to_the_end_where_that_is_far_too_slow(monke
     assert not programs and slow.seconds <= 0.8 * quick.seconds
     assert allocate(units, budget, bound_seconds=2 * quick.seconds).loss <= found.loss
     assert programs
+
+
+def test_a_choice_that_no_other_can_beat_by_much_asks_no_program(monkeypatch) -> None:
+    units = [[Option(100 + 9 * i, (1 + u % 7) * 0.5 ** (i / 4)) for i in range(40)] for u in range(600)]
+    budget = 600 * 280
+    monkeypatch.setattr("scipy.optimize.milp", lambda *args, **kwargs: pytest.fail("a program was asked"))
+    found = allocate(units, budget)
+    least = allocation._least_loss(units, found.multiplier, budget)
+    assert least <= found.loss <= (1 + allocation.GAP) * least
+    # Nor where a bound on time does not bind.
+    assert allocate(units, budget, bound_seconds=1.0) == found
+
+
+def test_the_program_is_given_all_options_of_the_best_choice(monkeypatch) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        units = [[Option(rng.randint(10, 400), rng.random()) for _ in range(6)] for _ in range(5)]
+        budget = int(1.5 * sum(min(o.size_bytes for o in u) for u in units))
+        hulls = [allocation.lower_hull(u) for u in units]
+        choice, multiplier = allocation._lagrangian(units, hulls, budget)
+        best = min(
+            (m for m in itertools.product(*map(range, map(len, units)))
+             if sum(u[i].size_bytes for u, i in zip(units, m, strict=True)) <= budget),
+            key=lambda m: sum(u[i].loss for u, i in zip(units, m, strict=True)),
+        )  # fmt: skip
+        loss = [sum(u[i].loss for u, i in zip(units, m, strict=True)) for m in (choice, best)]
+        monkeypatch.setattr(allocation, "_near", lambda options, current, multiplier: range(len(options)))
+        worth = allocation._worth_asking(units, choice, multiplier, budget)
+        near_enough = loss[0] - loss[1] <= allocation.GAP * loss[0]
+        assert near_enough or all(i in found for i, found in zip(best, worth, strict=True))

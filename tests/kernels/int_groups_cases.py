@@ -1,4 +1,4 @@
-"""Matrices for kernels/triton/int_bytes.py; as a program, the interpreted kernel's errors against `decode` as JSON.
+"""Matrices for kernels/triton/int_groups.py; as a program, the interpreted kernel's errors against `decode` as JSON.
 
 Interpreted kernels run in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
 """
@@ -22,9 +22,9 @@ class Case(NamedTuple):
     group: int
     shape: tuple[int, int]
     scale_bits: int = 8
-    batch: int = 1
-    dtype: str = "float16"
+    dtype: str = "bfloat16"
     programs: int = 132
+    batch: int = 1
 
     @property
     def name(self) -> str:
@@ -32,24 +32,23 @@ class Case(NamedTuple):
 
 
 CASES = [
-    # Groups within a run of words, across words, and across the chunks of a warp; scales in steps and as numbers.
-    *(
-        Case(bits, group, (24, 1024), scale, 2)
-        for bits, group, scale in ((2, 32, 8), (2, 128, 16), (3, 64, 8), (3, 32, 8), (4, 128, 16), (4, 64, 8))
-    ),
+    *(Case(bits, group, (48, 1024), scale) for bits in (2, 3, 4) for group, scale in ((32, 8), (64, 16))),
+    *(Case(bits, 128, (48, 1280), 8, "float16") for bits in (2, 3, 4)),
     # Rows and columns that fill nothing, several blocks of rows for a program, whole warps beyond the last column.
-    *(Case(bits, 64, (41, 1000), 8, 1, "bfloat16", 2) for bits in (2, 3, 4)),
-    Case(2, 128, (20, 2600), 8, 2, "bfloat16", 4),
-    Case(3, 256, (33, 2000), 16, 2, "bfloat16", 3),
-    Case(4, 96, (33, 328), 8, 2, "float16", 3),
-    Case(4, 128, (16, 4096), 16, 1, "bfloat16"),
+    *(Case(bits, 64, (41, 1000), 8, "bfloat16", 2) for bits in (2, 3, 4)),
+    Case(2, 128, (20, 2600), 8, "bfloat16", 4),
+    Case(3, 256, (33, 2000), 16, "float16", 3),
+    Case(4, 96, (33, 328), 8, "float16", 3),
+    *(Case(bits, 64, (41, 1000), 8, "bfloat16", 2, batch=2) for bits in (2, 3, 4)),
+    Case(4, 32, (48, 640), 16, "float16", batch=2),
 ]
-LIMIT = 1e-6
+# Sums in float32 of products with 128 or 1024 beside the code.
+LIMIT = 2e-5
 
 
 def error(case: Case, device: str) -> float:
     """The largest, of the sum of absolute products."""
-    from nstf.kernels.triton.int_bytes import int_bytes, int_bytes_specs, possible
+    from nstf.kernels.triton.int_groups import int_groups, int_groups_specs, possible
     from nstf.kernels.triton.packed import pack_leaf
 
     tree = leaf("int", bits=case.bits, group=case.group, scale_bits=case.scale_bits)
@@ -62,8 +61,8 @@ def error(case: Case, device: str) -> float:
     x = torch.randn(case.batch, case.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     assert possible(packed.layout, case.batch, dtype, "sm_90")
     tile = {"PROGRAMS": case.programs}
-    specs = int_bytes_specs(packed.layout, case.batch, dtype, "sm_90", torch.float32, tile)
-    y = int_bytes(x.to(device), packed, specs, torch.float32).cpu().double()
+    specs = int_groups_specs(packed.layout, case.batch, dtype, "sm_90", torch.float32, tile)
+    y = int_groups(x.to(device), packed, specs, torch.float32).cpu().double()
     return float(((y - x.double() @ weight.T).abs() / (x.double().abs() @ weight.abs().T)).max())
 
 
