@@ -1,7 +1,6 @@
 """Importing large libraries."""
 
 import gc
-import importlib.metadata
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +43,9 @@ def distributions_ahead() -> None:
     """transformers asks, while it is imported, which distribution each installed package belongs to: a second of looking for
     files. A thread finds it out while torch's libraries are loaded. For a command, not a library: it changes what the whole
     process is answered."""
-    find = importlib.metadata.packages_distributions
+    from importlib import metadata  # pathlib and typing among it: `quick` starts without them
+
+    find = metadata.packages_distributions
     found: list[Mapping[str, list[str]]] = []
     thread = threading.Thread(target=lambda: found.append(find()), daemon=True)
     thread.start()
@@ -53,4 +54,4 @@ def distributions_ahead() -> None:
         thread.join()
         return found[0] if found else find()
 
-    importlib.metadata.packages_distributions = known
+    metadata.packages_distributions = known

@@ -320,6 +320,7 @@ def main(part: int) -> None:
         corrected,
         gemm,
         gemv,
+        int_groups,
         low_rank,
         rotate,
         shuffle,
@@ -342,7 +343,18 @@ def main(part: int) -> None:
         plain(spec, *arguments)
 
     patched = (
-        *(corrected, decode_module, gemm, gemv, low_rank, rotate, shuffle, shuffle_decode, shuffle_mma),
+        *(
+            corrected,
+            decode_module,
+            gemm,
+            gemv,
+            int_groups,
+            low_rank,
+            rotate,
+            shuffle,
+            shuffle_decode,
+            shuffle_mma,
+        ),
         *(skinny, trellis, trellis_gemm),
     )
     for module in patched:

@@ -77,7 +77,6 @@ def test_what_is_wrong_with_a_file_is_said_by_the_full_command(
         assert out == "" and message in last and last.startswith("error: ")
 
 
-@pytest.mark.xfail(strict=False, reason="pathlib and typing came back into the quick start")
 @needs_engine
 def test_it_imports_neither_typer_nor_the_library_of_tokenizers(tiny: ModuleType, tmp_path: Path) -> None:
     """Nor what takes long in Python's own: these are the milliseconds before the first token (docs/cpu.md)."""
