@@ -428,7 +428,7 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
             for (int64_t at = 0; at < count;) {  // image by image
                 const int64_t image = (from + at) / p.pixels(), pixel = (from + at) % p.pixels();
                 const int64_t n = std::min(count - at, p.pixels() - pixel), to = (image * out_rows + r) * p.pixels() + pixel;
-                float* own = p.found == nullptr ? nullptr : ends + 3 * (image - first / p.pixels());
+                float* own = ends + 3 * (image - first / p.pixels());
                 if (p.last_out)
                     kernels_->finish(found + at, p.scale[image], p.zero[image], one, rows, nullptr, kPixels, n, done + at, own);
                 else

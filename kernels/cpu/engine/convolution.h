@@ -57,7 +57,7 @@ struct ConvolutionKernels {
     // room beyond the tile.
     void (*copy_tile)(const PixelRun* runs, int found, const int32_t* places, int64_t words, int8_t* out);
     // y = (x - shift * by) * scale * gain + bias + added between its bounds, for some rows and pixels of one image. x: [rows][64]; y and
-    // added (or null): [rows][stride]. extremes: least and largest of y so far, and NaN where there is one or an infinity; or null.
+    // added (or null): [rows][stride]. extremes: least and largest of y so far, and NaN where there is one or an infinity.
     void (*finish)(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added, int64_t stride,
                    int64_t count, float* y, float* extremes);
     // y = y + added between bounds.

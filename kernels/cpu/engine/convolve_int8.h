@@ -4,7 +4,6 @@
 // Rows of codes and vectors of pixels that meet: their sums fill half of the registers.
 constexpr int CONV_ROWS = LANES == 16 ? 8 : 4, CONV_VECTORS = LANES == 4 ? 4 : 2;
 constexpr int64_t WORD = 4 * kPixels;  // bytes of a tile's word
-constexpr int64_t kKeptBytes = 24 << 10;  // of some pixels that stay in the first cache
 
 struct ConvRows {
     const uint8_t* codes;  // [rows][stride]
@@ -65,35 +64,25 @@ static void convolve(const ByteRows& form, int64_t blocks, const ConvRows& w, co
 template <int RUN, bool WIDE>
 static void convolve_all(const ByteRows& form, int64_t blocks, const ConvRows& w, int rows, const int8_t* x, const int32_t* sums, int pixels,
                          float* out) {
-    struct Piece {
-        int at, size;
-    };
     const int vectors = (pixels + LANES - 1) / LANES;
-    Piece high[kUnpacked], wide[kPixels / LANES];
-    int highs = 0, wides = 0;
-    for (int r = 0; r < rows; r += high[highs++].size) high[highs] = {r, r + CONV_ROWS <= rows ? CONV_ROWS : r + 4 <= rows ? 4 : 1};
-    for (int v = 0; v < vectors; v += wide[wides++].size)
-        wide[wides] = {v, v + CONV_VECTORS <= vectors ? CONV_VECTORS : v + 2 <= vectors ? 2 : 1};
-    // What is met by all of the other side stays in the first cache: some vectors of few columns, else some rows.
-    const bool keep_pixels = blocks * 32 * 4 * LANES * CONV_VECTORS <= kKeptBytes;
-    const int outer = keep_pixels ? wides : highs, inner = keep_pixels ? highs : wides;
-    for (int o = 0; o < outer; ++o)
-        for (int i = 0; i < inner; ++i) {
-            const Piece r = high[keep_pixels ? i : o], v = wide[keep_pixels ? o : i];
-            const ConvRows own = {w.codes + r.at * w.stride, w.stride, w.scales + r.at * form.groups, w.zeros + r.at * form.groups};
-            const int8_t* from = x + v.at * 4 * LANES;
-            const int32_t* of = sums + v.at * LANES;
-            float* to = out + r.at * kPixels + v.at * LANES;
-            const auto across = [&](auto size) {
-                constexpr int R = decltype(size)::value;
-                if (v.size == CONV_VECTORS) convolve<R, CONV_VECTORS, RUN, WIDE>(form, blocks, own, from, of, to);
-                else if (CONV_VECTORS > 2 && v.size == 2) convolve<R, 2, RUN, WIDE>(form, blocks, own, from, of, to);
-                else convolve<R, 1, RUN, WIDE>(form, blocks, own, from, of, to);
-            };
-            if (r.size == CONV_ROWS) across(std::integral_constant<int, CONV_ROWS>{});
-            else if (CONV_ROWS > 4 && r.size == 4) across(std::integral_constant<int, 4>{});
-            else across(std::integral_constant<int, 1>{});
+    const auto across = [&](auto wide, int r) {
+        constexpr int R = decltype(wide)::value;
+        const ConvRows own = {w.codes + r * w.stride, w.stride, w.scales + r * form.groups, w.zeros + r * form.groups};
+        float* to = out + r * kPixels;
+        int v = 0;
+        for (; v + CONV_VECTORS <= vectors; v += CONV_VECTORS)
+            convolve<R, CONV_VECTORS, RUN, WIDE>(form, blocks, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
+        if (CONV_VECTORS > 2 && v + 2 <= vectors) {
+            convolve<R, 2, RUN, WIDE>(form, blocks, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
+            v += 2;
         }
+        for (; v < vectors; ++v)
+            convolve<R, 1, RUN, WIDE>(form, blocks, own, x + v * 4 * LANES, sums + v * LANES, to + v * LANES);
+    };
+    int r = 0;
+    for (; r + CONV_ROWS <= rows; r += CONV_ROWS) across(std::integral_constant<int, CONV_ROWS>{}, r);
+    for (; CONV_ROWS > 4 && r + 4 <= rows; r += 4) across(std::integral_constant<int, 4>{}, r);
+    for (; r < rows; ++r) across(std::integral_constant<int, 1>{}, r);
 }
 
 static void convolution_tile(const ByteRows& form, int64_t blocks, const uint8_t* codes, const float* scales, const float* zeros,
@@ -137,28 +126,15 @@ static void convolution_sums(const ByteRows& form, int64_t blocks, const int8_t*
     }
 }
 
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
 static void convolution_range(const float* x, int64_t count, float* least, float* most) {
-    constexpr int kTurns = 4;  // sums that do not wait for each other
-    Lanes low[kTurns] = {}, high[kTurns] = {}, odd[kTurns] = {};  // odd: NaN when there is one, or an infinity
-    int64_t i = 0;
-    for (; i + kTurns * LANES <= count; i += kTurns * LANES)
-        for (int k = 0; k < kTurns; ++k) {
-            const Lanes v = *reinterpret_cast<const Lanes*>(x + i + k * LANES);
-            low[k] = v < low[k] ? v : low[k];
-            high[k] = v > high[k] ? v : high[k];
-            odd[k] += v - v;
-        }
-    float a = 0, b = 0, c = 0;
-    for (int k = 0; k < kTurns; ++k)
-        for (int l = 0; l < LANES; ++l) a = std::min(a, low[k][l]), b = std::max(b, high[k][l]), c += odd[k][l];
-    for (; i < count; ++i) {
-        a = x[i] < a ? x[i] : a;
-        b = x[i] > b ? x[i] : b;
-        c += x[i] - x[i];
+    float low = 0, high = 0, odd = 0;  // odd: NaN when there is one, or an infinity
+#pragma omp simd reduction(min : low) reduction(max : high) reduction(+ : odd)
+    for (int64_t i = 0; i < count; ++i) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        odd += x[i] - x[i];
     }
-    *least = a + c, *most = b + c;
+    *least = low + odd, *most = high + odd;
 }
 
 static void convolution_quantise(const float* x, int64_t count, float inverse, float zero, int8_t* out) {
@@ -204,9 +180,10 @@ static inline float between(float v, float least, float most) {
     return v > most ? most : v;
 }
 
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// One row; with ADDS something is added, with ENDS the extremes are kept.
-template <bool ADDS, bool ENDS>
+// One row; with ADDS something is added.
+template <bool ADDS>
 static NSTF_INLINE void finish_row(const float* x, float by, float more, const ConvolutionRow& row, const float* added, int64_t count,
                                    float* y, Lanes* ends, float* rest) {
     const Lanes least = Lanes{} + row.least, most = Lanes{} + row.most, times = Lanes{} + by, plus = Lanes{} + more;
@@ -217,7 +194,6 @@ static NSTF_INLINE void finish_row(const float* x, float by, float more, const C
         v = v < least ? least : v;
         v = v > most ? most : v;
         *reinterpret_cast<Lanes*>(y + i) = v;
-        if (!ENDS) continue;
         ends[0] = v < ends[0] ? v : ends[0];
         ends[1] = v > ends[1] ? v : ends[1];
         ends[2] += v - v;
@@ -226,31 +202,23 @@ static NSTF_INLINE void finish_row(const float* x, float by, float more, const C
         float v = x[i] * by + more;
         if (ADDS) v += added[i];
         y[i] = v = between(v, row.least, row.most);
-        if (ENDS) rest[0] = v < rest[0] ? v : rest[0], rest[1] = v > rest[1] ? v : rest[1], rest[2] += v - v;
-    }
-}
-
-template <bool ENDS>
-static void finish_rows(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added,
-                        int64_t stride, int64_t count, float* y, float* extremes) {
-    Lanes ends[3] = {};
-    for (int k = 0; ENDS && k < 3; ++k) ends[k] = Lanes{} + extremes[k];
-    for (int r = 0; r < count_rows; ++r, x += kPixels, y += stride) {
-        const float by = scale * rows[r].gain, more = rows[r].bias - shift * rows[r].by * by;
-        if (added == nullptr) finish_row<false, ENDS>(x, by, more, rows[r], nullptr, count, y, ends, extremes);
-        else finish_row<true, ENDS>(x, by, more, rows[r], added + r * stride, count, y, ends, extremes);
-    }
-    for (int i = 0; ENDS && i < LANES; ++i) {
-        extremes[0] = ends[0][i] < extremes[0] ? ends[0][i] : extremes[0];
-        extremes[1] = ends[1][i] > extremes[1] ? ends[1][i] : extremes[1];
-        extremes[2] += ends[2][i];
+        rest[0] = v < rest[0] ? v : rest[0], rest[1] = v > rest[1] ? v : rest[1], rest[2] += v - v;
     }
 }
 
 static void convolution_finish(const float* x, float scale, float shift, const ConvolutionRow* rows, int count_rows, const float* added,
                                int64_t stride, int64_t count, float* y, float* extremes) {
-    if (extremes == nullptr) finish_rows<false>(x, scale, shift, rows, count_rows, added, stride, count, y, extremes);
-    else finish_rows<true>(x, scale, shift, rows, count_rows, added, stride, count, y, extremes);
+    Lanes ends[3] = {Lanes{} + extremes[0], Lanes{} + extremes[1], Lanes{} + extremes[2]};
+    for (int r = 0; r < count_rows; ++r, x += kPixels, y += stride) {
+        const float by = scale * rows[r].gain, more = rows[r].bias - shift * rows[r].by * by;
+        if (added == nullptr) finish_row<false>(x, by, more, rows[r], nullptr, count, y, ends, extremes);
+        else finish_row<true>(x, by, more, rows[r], added + r * stride, count, y, ends, extremes);
+    }
+    for (int i = 0; i < LANES; ++i) {
+        extremes[0] = ends[0][i] < extremes[0] ? ends[0][i] : extremes[0];
+        extremes[1] = ends[1][i] > extremes[1] ? ends[1][i] : extremes[1];
+        extremes[2] += ends[2][i];
+    }
 }
 
 static void convolution_add(float* y, const float* added, int64_t count, float least, float most) {
