@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nstf.kernels.cpu import convolution as cpu
+from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.convolution import After
 from nstf.kernels.formats.tree import EncodedTensor, Node, decode, format_of
 from nstf.kernels.linear import linear
@@ -190,9 +191,9 @@ def stages(encoded: EncodedTensor, geometry: Geometry) -> list[Any] | None:
     return found or None
 
 
-def _in_turn(encoded: EncodedTensor, geometry: Geometry) -> "cpu.InTurn | None":
+def _in_turn(encoded: EncodedTensor, geometry: Geometry) -> cpu.InTurn | None:
     """A chain's stages in one call of the extension, or None where one of them has no kernel there."""
-    known, key = _chains(encoded), (cpu.ext.isa(), geometry)
+    known, key = _chains(encoded), (ext.isa(), geometry)
     if key not in known:
         made = stages(encoded, geometry)
         known[key] = None if made is None else cpu.in_turn(made)
@@ -200,7 +201,7 @@ def _in_turn(encoded: EncodedTensor, geometry: Geometry) -> "cpu.InTurn | None":
 
 
 @per_encoded
-def _chains(encoded: EncodedTensor) -> dict[Any, Any]:
+def _chains(encoded: EncodedTensor) -> dict[tuple[str, Geometry], cpu.InTurn | None]:
     """What `_in_turn` made, by instruction set and geometry."""
     return {}
 

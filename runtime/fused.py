@@ -196,8 +196,8 @@ def _image_convolutions(module: nn.Module) -> int:
 
 def _on_images(module: Any) -> bool:
     """Whether it is a convolution over two axes with zeros around the image, and nothing else."""
-    own = isinstance(module, nn.Conv2d) and type(module).forward is PlainConv.forward
-    return own and module.padding_mode == "zeros"
+    of: Any = type(module)
+    return issubclass(of, nn.Conv2d) and of.forward is PlainConv.forward and module.padding_mode == "zeros"
 
 
 class _Proxy(fx.Proxy):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,8 @@ def compiled(
     return _made(encoded).get(encoded.shape[1] * groups, stride, padding, dilation, groups)
 
 
-class InTurn(NamedTuple):
+@dataclass(frozen=True)
+class InTurn:
     """The extension's convolutions one after the other in one call, as they are run inside a model whose layers are run
     together. steps: the extension's; count: of them."""
 
