@@ -22,7 +22,8 @@ _log = logging.getLogger("nstf")
 STEP = 64
 # Of all sequences. Beyond, a GPU has as much to do as the host, and a graph keeps the activations' memory.
 MOST_ROWS = 1024
-KEPT_GRAPHS = 8
+# All lengths of a single sequence: with fewer, prompts whose lengths take turns would be captured again and again.
+KEPT_GRAPHS = MOST_ROWS // STEP
 # A capture takes as long as two prompts that are not captured: it is for lengths that come again.
 CAPTURED_FROM = 2
 
@@ -75,7 +76,8 @@ class Prompts:
         if self._seen[key] < CAPTURED_FROM or self._capture is None:
             return None
         while len(self._graphs) >= KEPT_GRAPHS:
-            self._graphs.popitem(last=False)
+            oldest, _ = self._graphs.popitem(last=False)
+            del self._seen[oldest]  # it must come twice again
         prompt = _Prompt(*key, cache.device)
 
         def step() -> None:

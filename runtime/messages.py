@@ -136,11 +136,12 @@ def mailbox(ranks: Told, kind: int) -> Mailbox | SharedMailbox:
 def shared_mailbox(ranks: Told) -> SharedMailbox | None:
     """A box in memory that all ranks share; None on all of them where one does not reach it."""
     offered = _offer(ranks.size) if ranks.rank == 0 else None
-    path = ranks.tell(offered[0].encode() if offered else b"")[0].decode()
-    file = offered[1] if offered else _opened(path)
+    file = offered[1] if offered else None
     try:
-        cores = _own_cores()
-        words = ranks.tell(b"" if file is None else b"%x" % cores)
+        path = ranks.tell(offered[0].encode() if offered else b"")[0].decode()
+        if offered is None:
+            file = _opened(path)
+        words = ranks.tell(b"" if file is None else b"%x" % _own_cores())
         if file is None or b"" in words:
             return None
         # Where some share a core, one that looks at memory keeps another from its work.
@@ -157,7 +158,7 @@ def shared_mailbox(ranks: Told) -> SharedMailbox | None:
         if file is not None:
             os.close(file)
         if offered:
-            Path(path).unlink(missing_ok=True)
+            Path(offered[0]).unlink(missing_ok=True)
 
 
 def _offer(size: int) -> tuple[str, int] | None:
