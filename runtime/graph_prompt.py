@@ -1,9 +1,9 @@
 """Prompts of a captured decoder: transformers' modules, as one graph from the second time that a length comes.
 
 A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts of up to MOST_ROWS tokens
-are filled up to the next multiple of STEP, so that few lengths are captured: tokens see only what is before them, so those
-of the prompt are the same. They are filled up before they are captured too: the same prompt takes the same kernels of ours
-each time, and differs by the library's rounding at most.
+are padded to the next multiple of STEP, so that few lengths are captured. Attention is causal, so padding changes nothing in
+the tokens before it. Prompts are padded before their length is captured too: so the same prompt takes the same kernels of
+ours each time, and its results differ by the library's rounding at most.
 """
 
 import logging
