@@ -22,11 +22,9 @@ from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf_convert.place.costs import Matrix
 from nstf_convert.place.machine import Device
 from nstf_convert.speed.atoms import atoms_of
-from nstf_convert.speed.model import work_of
+from nstf_convert.speed.model import FEW_ROWS, work_of
 
 _FAMILIES = ("cuda", "hip", "avx2", "avx512", "neon")
-# Rows from which on other kernels multiply than those for one or two.
-_MANY_ROWS = 3
 # Rows up to which decoding and multiplying follow each other.
 _SERIAL_ROWS = 64
 # Rows for which trellis codes are decoded once; for each further so many it is done again; and rows beyond which blocks are
@@ -40,8 +38,8 @@ Measured = Callable[[Device, Sequence[Matrix], int, int], Sequence[float] | None
 
 @dataclass(frozen=True)
 class Leaf:
-    """A stored leaf of a matrix: bytes, weights, and by family of processors what decoding them takes, for one row of
-    activations and for many."""
+    """A stored leaf of a matrix: bytes, weights, and by family of processors what decoding them takes, for up to FEW_ROWS
+    rows of activations and for more."""
 
     size_bytes: float
     weights: float
@@ -112,10 +110,11 @@ class Products:
             found = []
             for atom, times in atoms_of(matrix.tree, shape, matrix.lead):
                 weights = times * atom.rows * atom.cols
-                one, many = (
-                    {f: weights * work_of(atom.leaf, f, n) for f in _FAMILIES} for n in (1, _MANY_ROWS)
+                few, many = (
+                    {f: weights * work_of(atom.leaf, f, rows) for f in _FAMILIES}
+                    for rows in (FEW_ROWS, FEW_ROWS + 1)
                 )
-                found.append(Leaf(times * atom.size_bytes, weights, one, many, atom.leaf.kind == "trellis"))
+                found.append(Leaf(times * atom.size_bytes, weights, few, many, atom.leaf.kind == "trellis"))
             self._leaves[matrix.key] = tuple(found)
         return self._leaves[matrix.key]
 
@@ -124,7 +123,7 @@ def _leaf_seconds(device: Device, leaf: Leaf, share: float, rows: float) -> floa
     """Without the launch."""
     read = share * leaf.size_bytes / device.read_rate
     rate = vector_rate(device)
-    work = leaf.work if rows < _MANY_ROWS else leaf.work_of_many
+    work = leaf.work if rows <= FEW_ROWS else leaf.work_of_many
     decode = share * work[family_of(device)] / rate if rate else 0.0
     compute = (
         2.0

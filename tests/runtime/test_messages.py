@@ -202,8 +202,8 @@ def test_a_wait_has_an_end_and_listens_to_signals(tmp_path: Path) -> None:
     # A shell has its background ignore SIGINT, and then Python has no handler for it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
+            Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             again.sum(values.data_ptr(), 4)
     finally:
         signal.signal(signal.SIGINT, before)
