@@ -13,9 +13,13 @@ tokens a captured graph on one GPU), and with it through transformers' modules o
 Memory is what torch's allocator has after loading and at the peak of decoding (on a CPU: the bytes of the arrays). Before
 that, all-reduces of several sizes are timed, and their sums checked. Logits of all ranks and of one are compared after a
 prompt. The file is deleted unless --folder is given.
+
+The first rank says what it begins with, one line for each phase with the seconds since it started: a run that is cut off, or
+that hangs, ends with the phase it was in. The first decoding and the first prompt compile kernels.
 """
 
 import argparse
+import gc
 import json
 import math
 import multiprocessing
@@ -132,11 +136,26 @@ class Times:
         pass
 
 
+Say = Callable[[str], None]
+
+
+def said_by(rank: int) -> Say:
+    """Prints what the first rank begins with, and the seconds since this call; nothing on the others."""
+    start = time.perf_counter()
+
+    def say(phase: str) -> None:
+        if rank == 0:
+            print(f"{time.perf_counter() - start:8.1f} s: {phase}", flush=True)
+
+    return say
+
+
 class Contender:
     """A loaded model with its decoder, and how long loading took."""
 
     def __init__(self, path: Path, device: torch.device, ranks: int) -> None:
         self.device = device
+        gc.collect()  # what is left of a model before it would take memory, and be counted
         dist.barrier()
         before, start = allocated(device), time.perf_counter()
         self.model: Any = nstf.runtime.load(
@@ -236,9 +255,12 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, path: Path, res
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
         use_own_cores(rank, options.ranks)
+    say = said_by(rank)
+    say("connecting the ranks")
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     with torch.no_grad():
-        found = measure(rank, device, options, path)
+        found = measure(rank, device, options, path, say)
+    say("collecting the ranks' results")
     everything: list[Any] = [None] * options.ranks
     dist.all_gather_object(everything, found)
     if rank == 0:
@@ -247,21 +269,27 @@ def rank_main(rank: int, port: int, options: argparse.Namespace, path: Path, res
     dist.destroy_process_group()
 
 
-def measure(rank: int, device: torch.device, options: argparse.Namespace, path: Path) -> dict[str, Any]:
+def measure(
+    rank: int, device: torch.device, options: argparse.Namespace, path: Path, say: Say
+) -> dict[str, Any]:
     """The figures of one rank."""
+    say("timing all-reduces")
     found: dict[str, Any] = {"links": links(device)}
+    say("importing the model's classes")
     with open_artifact(path) as artifact:
         build_skeleton(artifact.config())  # imports the model's classes, which is not loading
+    say(f"loading on {options.ranks} ranks")
     divided = Contender(path, device, options.ranks)
     dist.barrier()
     found |= {"load_seconds": divided.load_seconds, "bytes": divided.bytes, "held": divided.held}
-    if rank == 0:
-        print(f"{options.ranks} ranks loaded in {divided.load_seconds:.2f} s", flush=True)
+    say(f"loading again (the first time took {divided.load_seconds:.2f} s)")
     # The first load also compiles kernels and starts libraries.
     found["again_seconds"] = Contender(path, device, options.ranks).load_seconds
     dist.barrier()
+    say("reading as many bytes of the file")
     found["read_seconds"] = read_seconds(path, divided.bytes, rank)
     dist.barrier()
+    say("loading the whole model on the first rank")
     whole: Contender | None = None
     if rank == 0:
         whole = divided if options.ranks == 1 else Contender(path, device, 1)
@@ -283,9 +311,13 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
         if device.type == "cuda":
             ways["prefill by modules"] = lambda c, ids=ids: c.prefill(ids, False)
         for kind, way in ways.items():
-            rates = found[f"batch {batch}"][kind] = in_turn(divided, whole, way, options.rounds)
+            rates = in_turn(
+                divided, whole, way, options.rounds, lambda at, k=kind, b=batch: say(f"{k}, batch {b}, {at}")
+            )
+            found[f"batch {batch}"][kind] = rates
             if rank == 0:  # at once: what comes later may not come
                 print(f"{kind}, batch {batch}: {line_of(rates)}", flush=True)
+        say(f"logits, batch {batch}")
         dist.barrier()
         ours = divided.logits(ids).double()
         dist.barrier()
@@ -294,6 +326,7 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
             found[f"batch {batch}"]["difference"] = float((ours - theirs).norm() / theirs.norm())
         dist.barrier()
         if device.type == "cuda":
+            say(f"peak of memory, batch {batch}")
             torch.cuda.reset_peak_memory_stats(device)
             divided.decode(ids, 8)
             found[f"batch {batch}"]["peak"] = int(torch.cuda.max_memory_allocated(device))
@@ -301,15 +334,23 @@ def measure(rank: int, device: torch.device, options: argparse.Namespace, path: 
 
 
 def in_turn(
-    divided: Contender, whole: Contender | None, call: Callable[[Contender], float], rounds: int
+    divided: Contender, whole: Contender | None, call: Callable[[Contender], float], rounds: int, say: Say
 ) -> dict[str, list[float]]:
-    """Rates of all ranks together, and of the first alone; the rounds up to the capture of a prompt are not counted."""
+    """Rates of all ranks together, and of the first alone; the rounds up to the capture of a prompt are not counted, and
+    announced one by one."""
     rates: dict[str, list[float]] = {"divided": [], "whole": []}
-    for _ in range(rounds + CAPTURED_FROM):
+    for at in range(rounds + CAPTURED_FROM):
+        counted = at >= CAPTURED_FROM
+        if at == CAPTURED_FROM:
+            say(f"{rounds} rounds")
         dist.barrier()
+        if not counted:
+            say(f"round {at - CAPTURED_FROM}, all ranks")
         rates["divided"].append(call(divided))
         dist.barrier()
         if whole is not None:
+            if not counted:
+                say(f"round {at - CAPTURED_FROM}, the first rank alone")
             rates["whole"].append(call(whole))
         dist.barrier()
     return {name: values[CAPTURED_FROM:] for name, values in rates.items()}

@@ -233,9 +233,7 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
             yield _text_of({column: value}, column, str(file))
     except (NstfError, UnicodeDecodeError):
         raise
-    except (
-        Exception
-    ) as error:  # of pyarrow's own, and Python's where a column holds dates that Python has none for
+    except Exception as error:  # pyarrow's own, and Python's for dates that it cannot represent
         if out_of_memory(error):
             raise NstfError(
                 f"not enough memory to read the dataset {file}; free some, or raise its limit"

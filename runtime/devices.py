@@ -15,9 +15,7 @@ def usable(device: str | torch.device, kinds: tuple[str, ...] = ()) -> torch.dev
         if kinds and found.type not in kinds:
             raise RuntimeError(f"choose {' or '.join(kinds)} (ROCm is called cuda)")
         torch.empty(1, device=found)
-    except (
-        Exception
-    ) as error:  # of a number too large, of another type, of a module that is missing: whatever torch raises
+    except Exception as error:  # torch raises many kinds: for large numbers, other types, missing modules
         reason = (str(error).splitlines() or ["there is none"])[0]
         raise RuntimeError(reason.rstrip(".")) from error
     return found

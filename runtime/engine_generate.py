@@ -41,10 +41,9 @@ def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = N
         taken = known and slot.lock.acquire(blocking=False)
         try:
             engine = _ready(slot, model, build, loaded, request) if taken else None
-            # At every call: a hook on one rank sends all through modules.
+            # At every call: a hook on one rank sends all through modules. The engine stays for calls without it.
             if ranks is not None and not ranks.all_can(engine is not None):
-                if engine is not None:
-                    engine, slot.engine, slot.tried = None, None, False
+                engine = None
             if engine is None or request is None:
                 return plain(*args, **kwargs)
             with awake() if ranks is not None else nullcontext():

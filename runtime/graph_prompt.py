@@ -1,9 +1,9 @@
 """Prompts of a captured decoder: transformers' modules, as one graph from the second time that a length comes.
 
 A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts of up to MOST_ROWS tokens
-are filled up to the next multiple of STEP, so that few lengths are captured: tokens see only what is before them, so those
-of the prompt are the same. They are filled up before they are captured too: the same prompt takes the same kernels of ours
-each time, and differs by the library's rounding at most.
+are padded to the next multiple of STEP, so that few lengths are captured. Attention is causal, so padding changes nothing in
+the tokens before it. Prompts are padded before their length is captured too: so the same prompt takes the same kernels of
+ours each time, and its results differ by the library's rounding at most.
 """
 
 import logging
@@ -22,7 +22,8 @@ _log = logging.getLogger("nstf")
 STEP = 64
 # Of all sequences. Beyond, a GPU has as much to do as the host, and a graph keeps the activations' memory.
 MOST_ROWS = 1024
-KEPT_GRAPHS = 8
+# All lengths of a single sequence: with fewer, prompts whose lengths take turns would be captured again and again.
+KEPT_GRAPHS = MOST_ROWS // STEP
 # A capture takes as long as two prompts that are not captured: it is for lengths that come again.
 CAPTURED_FROM = 2
 
@@ -75,7 +76,8 @@ class Prompts:
         if self._seen[key] < CAPTURED_FROM or self._capture is None:
             return None
         while len(self._graphs) >= KEPT_GRAPHS:
-            self._graphs.popitem(last=False)
+            oldest, _ = self._graphs.popitem(last=False)
+            del self._seen[oldest]  # it must come twice again
         prompt = _Prompt(*key, cache.device)
 
         def step() -> None:

@@ -1,11 +1,11 @@
 """What every rank tells every other one in a few kilobytes, between CPUs: faster than gloo's collectives.
 
-Ranks of one host write into memory that they share (kernels/cpu/shared_box.cpp), some microseconds. Over several hosts, or
-without the extension, each rank sends what it has to each other rank through gloo. An all-reduce of some kilobytes takes
-gloo 0.3 to 0.5 ms between two processes of one host, most of it threads that wake each other: its collectives run on threads
-of their own, in several steps. A message that nobody waits for yet takes three ways, since gloo first asks the receiver; so
-a receive for the next message is always posted, of the size of the last one, and it arrives in one way (docs/scale.md has
-the times).
+Ranks of one host write into memory that they share (kernels/cpu/shared_box.cpp), which takes microseconds. Over several
+hosts, or without the extension, each rank sends its values to each other rank through gloo. An all-reduce of some kilobytes
+takes gloo 0.3 to 0.5 ms between two processes of one host, most of it threads that wake each other: its collectives run on
+threads of their own, in several steps. A message with no receive posted takes three trips, since gloo first asks the
+receiver; so a receive of the last message's size is always posted, and the next message takes one (docs/scale.md has the
+times).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nstf.kernels.cpu import ext
 MOST_BYTES = 1 << 17
 # What a rank tells through shared memory, and the bytes of a piece.
 MOST_SHARED, PIECE_BYTES = 1 << 23, 1 << 17
-# Where ranks of a host share memory, and how long they look at it for a message before they sleep.
+# Where ranks of a host share memory, and how long they poll it for a message before they sleep.
 SHARED_FOLDER, SPIN_US = "/dev/shm", 500.0
 # The longest wait for a message that way, as long as gloo's.
 LIMIT_S = 1800.0
@@ -83,7 +83,7 @@ class Mailbox:
 
 
 class SharedMailbox:
-    """The same of one host's processes, all kinds in one: `box` is the memory that they share."""
+    """The same between processes of one host, for both kinds of messages. box: of `ext.SharedBox`, the memory they share."""
 
     most_bytes = MOST_SHARED
 
@@ -91,7 +91,7 @@ class SharedMailbox:
         self._box, self.size = box, size
 
     def exchange(self, values: Tensor) -> Tensor:
-        """As `Mailbox.exchange`."""
+        """As `Mailbox.exchange`. Raises RuntimeError where another rank has ended, or was silent for LIMIT_S."""
         found = values.new_empty(self.size, *values.shape)
         self._box.exchange(values.data_ptr(), values.nbytes, found.data_ptr())
         return found
@@ -136,14 +136,15 @@ def mailbox(ranks: Told, kind: int) -> Mailbox | SharedMailbox:
 def shared_mailbox(ranks: Told) -> SharedMailbox | None:
     """A box in memory that all ranks share; None on all of them where one does not reach it."""
     offered = _offer(ranks.size) if ranks.rank == 0 else None
-    path = ranks.tell(offered[0].encode() if offered else b"")[0].decode()
-    file = offered[1] if offered else _opened(path)
+    file = offered[1] if offered else None
     try:
-        cores = _own_cores()
-        words = ranks.tell(b"" if file is None else b"%x" % cores)
+        path = ranks.tell(offered[0].encode() if offered else b"")[0].decode()
+        if offered is None:
+            file = _opened(path)
+        words = ranks.tell(b"" if file is None else b"%x" % _own_cores())
         if file is None or b"" in words:
             return None
-        # Where some share a core, one that looks at memory keeps another from its work.
+        # Where ranks share a core, one that polls keeps another from its work.
         apart = reduce(int.__or__, (int(word, 16) for word in words)).bit_count() >= ranks.size
         spin = SPIN_US if apart and not has_quota() else 0.0
         try:
@@ -157,7 +158,7 @@ def shared_mailbox(ranks: Told) -> SharedMailbox | None:
         if file is not None:
             os.close(file)
         if offered:
-            Path(path).unlink(missing_ok=True)
+            Path(offered[0]).unlink(missing_ok=True)
 
 
 def _offer(size: int) -> tuple[str, int] | None:

@@ -84,7 +84,9 @@ def common_multiple(schema: Any, most: int) -> int:
         elif isinstance(part, dict):
             waiting += part.values()
             step = part.get("multipleOf")
-            if isinstance(step, int | float) and not isinstance(step, bool) and math.isfinite(step):
+            if isinstance(step, int) and not isinstance(step, bool):
+                found = math.lcm(found, step or 1)
+            elif isinstance(step, float) and math.isfinite(step):
                 found = math.lcm(found, _digits(step) or 1)
     return found
 

@@ -1,11 +1,11 @@
 // A few kilobytes from each of a host's processes to each other one, through memory that they share.
 //
 // The file that they map begins with a line for each process: how many messages it has posted, and how many processes sleep until
-// it posts another. Behind the lines lie two messages of each. Who has posted a message waits for the others' of the same number
-// before it posts the next one, so that the message two numbers back has been read by all, and its place is free.
+// it posts another. After the lines come the last two messages of each process. A process that has posted message n waits for
+// everybody's message n before it posts n + 1. So once it may post n + 2, all have read n, whose place it takes.
 //
-// A wake-up takes a virtual processor 50 us and more, and a layer's products take about as long on all processes: so who waits
-// looks at memory for some time before it sleeps (a futex).
+// Waking up takes a virtual processor 50 us and more, and a layer's products take about as long on all processes. So a process
+// that waits polls the memory for some time before it sleeps (a futex).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -38,19 +38,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Looks at memory before it looks at the clock.
-constexpr int kLooks = 64;
-// Sleep between looks at signals and at whether the other process is still there.
+// Polls between two readings of the clock.
+constexpr int kPolls = 64;
+// The longest sleep before signals, and whether the other process still runs, are checked.
 constexpr long kSleepNanoseconds = 50'000'000;
 
 struct alignas(128) Line {
     std::atomic<uint32_t> posted;
     std::atomic<uint32_t> sleeping;
     std::atomic<int32_t> process;
-    std::atomic<uint64_t> names;  // which processes `process` counts among: its PID namespace
+    std::atomic<uint64_t> names;  // the PID namespace that `process` is a number of; 0: unknown
 };
 static_assert(sizeof(Line) == 128 && std::atomic<uint32_t>::is_always_lock_free);
 
+// This process's PID namespace; 0 where /proc does not tell.
 uint64_t process_names() {
     struct stat found;
     return stat("/proc/self/ns/pid", &found) == 0 ? static_cast<uint64_t>(found.st_ino) : 0;
@@ -72,7 +73,9 @@ bool has_ended(int32_t process) {
 
 class SharedBox {
   public:
-    // file: of size_bytes(ranks, capacity), the same for all; the caller may close it. spin_us: how long to look at memory first.
+    // file: of size_bytes(ranks, capacity), the same for all; the caller may close it. capacity: bytes of a message's piece.
+    // spin_us: how long to poll before a sleep; limit_s: the longest wait. Throws invalid_argument, and runtime_error where the
+    // file is too short or cannot be mapped.
     SharedBox(int file, int rank, int ranks, int64_t capacity, double spin_us, double limit_s)
         : rank_(rank), ranks_(ranks), capacity_(capacity), spin_(spin_us), limit_(limit_s) {
         if (rank < 0 || rank >= ranks || capacity < 4) throw std::invalid_argument("no such rank, or no room");
@@ -92,7 +95,8 @@ class SharedBox {
         return static_cast<int64_t>(ranks) * (sizeof(Line) + 2 * padded(capacity));
     }
 
-    // The messages of all, one after the other, into `out`; of this rank: size bytes at `from`. In pieces that have room.
+    // Writes the messages of all ranks, `size` bytes each, one after the other to `out`; this rank's are at `from`. Throws
+    // runtime_error where another rank has ended or is silent for longer than the limit.
     void exchange(uintptr_t from, int64_t size, uintptr_t out) {
         uint8_t* to = reinterpret_cast<uint8_t*>(out);
         for (int64_t at = 0; at < size; at += capacity_) {
@@ -102,7 +106,7 @@ class SharedBox {
         }
     }
 
-    // The sum over the ranks, in their order, in the place of so many float32.
+    // Replaces `count` float32 at `from` by their sum over the ranks, added up in the order of the ranks. Throws as `exchange`.
     void sum(uintptr_t from, int64_t count) {
         const int64_t most = capacity_ / 4;
         for (int64_t at = 0; at < count; at += most) {
@@ -128,7 +132,8 @@ class SharedBox {
         number_ += 1;
         memcpy(message(rank_), reinterpret_cast<const void*>(from), static_cast<size_t>(size));
         Line& own = line(rank_);
-        // Both are sequentially consistent here and below: either this sees the sleeper, or the sleeper sees the message.
+        // This store and load, and those in `wait`, are sequentially consistent: either this process sees that another one sleeps,
+        // or that one sees the message before it sleeps.
         own.posted.store(number_);
         if (own.sleeping.load()) syscall(SYS_futex, &own.posted, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
         for (int rank = 0; rank < ranks_; ++rank) {
@@ -136,7 +141,7 @@ class SharedBox {
         }
     }
 
-    // Numbers begin again after 2^32 messages: they are never two apart.
+    // By the difference, since numbers wrap around after 2^32 messages; those of two ranks differ by one at most.
     bool is_there(int rank) const {
         return static_cast<int32_t>(line(rank).posted.load(std::memory_order_acquire) - number_) >= 0;
     }
@@ -145,8 +150,8 @@ class SharedBox {
         const Clock::time_point start = Clock::now();
         auto passed = [start] { return std::chrono::duration<double>(Clock::now() - start).count(); };
         do {
-            // Not by pauses: a host takes a processor away that makes many.
-            for (int i = 0; i < kLooks; ++i) {
+            // Without pause instructions: a hypervisor takes the processor from a guest that executes many of them.
+            for (int i = 0; i < kPolls; ++i) {
                 if (is_there(rank)) return;
             }
         } while (1e6 * passed() < spin_);
@@ -164,9 +169,9 @@ class SharedBox {
                 nb::gil_scoped_acquire held;
                 if (PyErr_CheckSignals() != 0) throw nb::python_error();
             }
-            const bool same = other.names.load() == line(rank_).names.load();
-            const bool gone = same && has_ended(other.process.load());
-            if (is_there(rank)) return;  // its last word
+            const uint64_t names = line(rank_).names.load();
+            const bool gone = names != 0 && names == other.names.load() && has_ended(other.process.load());
+            if (is_there(rank)) return;  // posted just before it ended
             if (gone) throw std::runtime_error("rank " + std::to_string(rank) + " has ended");
             if (passed() > limit_) throw std::runtime_error("rank " + std::to_string(rank) + " has sent nothing for too long");
         }

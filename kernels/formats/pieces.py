@@ -1,7 +1,7 @@
-"""Pieces of stored arrays in memory of their own, which a rank's part is copied into where it does not lie in one piece.
+"""Contiguous copies of a rank's parts of stored arrays.
 
 Fresh memory is handed out a page at a time, at its first touch: in pages of 4 KiB that takes twice as long as the copy. So
-large pieces lie in large pages, where the system has some (docs/scale.md has the times).
+large copies are in large pages, where the system has some (docs/scale.md has the times).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LARGE_BYTES = 1 << 23
 
 
 def own(part: Tensor) -> Tensor:
-    """A part of an array with its numbers side by side; the part itself where they are."""
+    """A contiguous copy of a part of an array; the part itself where it is contiguous."""
     return part if part.is_contiguous() else room(part).copy_(part)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The numbers of parts one after the other; those of a single one that lie side by side are not copied."""
+    """The numbers of parts, [n], one part after the other; a single contiguous part is not copied."""
     if len(parts) == 1:
         return own(parts[0]).view(-1)
     out, at = room(parts[0], sum(part.numel() for part in parts)), 0

@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 # Triton adds tuples, it does not unpack them.
 # ruff: noqa: RUF005
-"""One or two rows of activations times integers of 2 to 4 bits on NVIDIA: a column of the matrix cores for every group.
+"""One or two rows of activations times integers of 2 to 4 bits on NVIDIA: each group has a column of the matrix cores.
 
-m16n8k16 multiplies 16 rows of weights by eight columns, of which a row of activations needs a single one. Here activations
-of different groups stand in different columns, with zeros elsewhere: a column then adds up one group, all products of a warp
-go on in one sum, and a lane ends with two rows of two groups. Their scales are all that it loads and multiplies by, where
-skinny.py has every scale of a row in all of its lanes, and as many sums as groups.
+m16n8k16 multiplies 16 rows of weights by eight columns, and a row of activations needs one of them. Here the activations of
+different groups are in different columns, with zeros elsewhere. So a column sums up one group, all products of a warp
+accumulate in one fragment, and each lane ends with two rows of two groups. It loads and applies the scales of these alone;
+in skinny.py every lane has all scales of a row, and there are as many sums as groups.
 
-As there a warp keeps the activations of its columns as operands and goes down the rows, sixteen at a time; a code beside the
-bits of a power of two is a 16-bit number, and what is too much in it is a multiple of the sum of the activations, from which
-the sums start. In bfloat16 a code may lie three bits higher in the number, if its activations are divided by eight: 3-bit
-codes take 0.7 instructions a weight so. Lane 4 g + t holds rows g and g + 8, and columns 8 t .. 8 t + 7 of every run of 32.
+As in skinny.py a warp keeps the activations of its columns as operands and goes down the rows, sixteen at a time. A code
+beside the bits of a power of two is a 16-bit float. Its excess over the weight, times the activations, is subtracted
+beforehand: the sums start from there. In bfloat16 a code may be three bits higher in the float if its activations are
+divided by eight, which saves shifts at 3 bits. Lane 4 g + t holds rows g and g + 8, and columns 8 t .. 8 t + 7 of every run
+of 32.
 """
 
 import struct
@@ -67,7 +68,7 @@ def int_groups_kernel(
     GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
     HALF: tl.constexpr,  # float16, else bfloat16
-    OFFSETS: tl.constexpr,  # the bits, twice, of what is too much in each code of half a word, negative
+    OFFSETS: tl.constexpr,  # for each code of half a word the bits, twice, of minus its excess
     PAIRED: tl.constexpr,  # two scales are one load
     EVEN: tl.constexpr,  # chunks fill the warps
     ROWS16: tl.constexpr,  # rows come in sixteens
@@ -122,7 +123,7 @@ def int_groups_kernel(
         xs = xs + some
     nothing = tl.zeros([32 * S], tl.float32)
     zero = tl.zeros([32 * S], tl.uint32)
-    # Two sums go on at a time: an instruction waits for the one in front of it.
+    # Two independent sums: an instruction waits for the one whose result it adds to.
     start = (nothing, nothing, nothing, nothing)
     other = start
     for r in tl.static_range(RUNS):
@@ -289,7 +290,7 @@ def int_groups_specs(
 
 
 def int_groups(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+    """x [batch, cols] -> y [batch, rows] of dtype `out` (x's when None). specs: of `int_groups_specs` for these."""
     y = torch.empty(len(x), packed.layout.rows, dtype=out or x.dtype, device=x.device)
     if len(specs) == 1:
         int_groups_into(y, x, packed, specs[0])
@@ -311,14 +312,14 @@ def int_groups_into(parts: Tensor, x: Tensor, packed: Packed, spec: KernelSpec) 
 
 
 def _offset_bits(bits: int, place: int, half: bool) -> int:
-    """Minus what is too much in a code at a place of a 16-bit float, twice in a word."""
+    """Minus the excess of a code at a place of a 16-bit float over its weight, twice in a word."""
     value = -float((1024 if half else 128) + (1 << (bits - 1 + place)))
     word = struct.pack("<e", value) if half else struct.pack("<f", value)[2:]
     return int(struct.unpack("<H", word)[0]) * 0x10001
 
 
 def _touched(layout: Layout, chunks: int) -> int:
-    """Groups that the columns of a warp have a part of, at most."""
+    """How many groups the columns of a warp overlap, at most."""
     runs, per = chunks * (16 // layout.bits), layout.group // RUN
     return -(-runs // per) + (0 if runs % per == 0 or per % runs == 0 else 1)
 

@@ -135,7 +135,7 @@ def block_scales(
 
 @triton.jit
 def scale_at(found, H: tl.constexpr, E: tl.constexpr, PAIRED: tl.constexpr, STEPS: tl.constexpr):
-    """Of what `_scales` found, as float32."""
+    """One of the scales that `block_scales` loaded, f32 [32 S]. H: row g or g + 8; E: group `group` or the next."""
     if PAIRED:
         stored = found[H]
         if STEPS:

@@ -374,9 +374,9 @@ def _choice(
 ) -> tuple[str, list[KernelSpec]]:
     """`kernel_of` and the launches where the kernel takes them, remembered: working them out takes the host longer than a
     launch."""
-    from nstf.kernels.triton.tuner import measured_count
+    from nstf.kernels.triton.tuner import measured_version
 
-    known, key = _choices(leaf), (batch, inside, out, dtype, arch, measured_count())
+    known, key = _choices(leaf), (batch, inside, out, dtype, arch, measured_version())
     if key not in known:
         if len(known) >= _KEPT_CHOICES:
             known.clear()

@@ -23,7 +23,7 @@ class KernelSpec:
     constants: the `tl.constexpr` arguments. divisible: pointers aligned to 16 bytes and integers that are multiples of 16.
     options: of one backend (`matrix_instr_nonkdim`, `kpack`, `waves_per_eu`). batch: the largest number of rows of
     activations it is meant for. kind: gemv, gemm, trellis_gemv, ... (for reports). grid: programs along x, y, z.
-    kept: what launching.py remembers of earlier launches.
+    kept: what launching.py remembers of earlier launches; a spec made by `dataclasses.replace` begins with nothing.
     """
 
     name: str
@@ -37,7 +37,7 @@ class KernelSpec:
     batch: int = 1
     kind: str = "gemv"
     grid: tuple[int, int, int] = (1, 1, 1)
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 def specs_for(

@@ -39,9 +39,10 @@ def key(layout: Layout, batch: int, target: str) -> str:
 
 @dataclass
 class TuningCache:
-    """Measured tiles by `key`: (name, seconds)."""
+    """Measured tiles by `key`: (name, seconds). version: how often tiles were added to those in use."""
 
     entries: dict[str, tuple[str, float]] = field(default_factory=dict)
+    version: int = field(default=0, compare=False)
 
     def to_json(self) -> str:
         """Canonical JSON: the same entries give the same bytes."""
@@ -82,12 +83,13 @@ def use_measured(cache: TuningCache, target: str) -> int:
     """From now on products on `target` run with the tiles of a cache; how many of its entries those are."""
     known = {key: entry for key, entry in cache.entries.items() if key.startswith(f"{target}/")}
     _MEASURED.entries |= known
+    _MEASURED.version += 1
     return len(known)
 
 
-def measured_count() -> int:
-    """How many tiles are in use that were measured: another number, and what was chosen before may not be chosen now."""
-    return len(_MEASURED.entries)
+def measured_version() -> int:
+    """A number that changes with the measured tiles: what was chosen before may not be chosen now."""
+    return _MEASURED.version
 
 
 def short_list(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> list[str]:

@@ -131,12 +131,11 @@ def read_text(file: Path, option: str) -> str:
     try:
         with file.open("rb") as opened:
             found = opened.read(MOST_TEXT + 1)
-        text = found.decode().replace("\r\n", "\n")
+        if len(found) > MOST_TEXT:
+            raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
+        return found.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {file}: cannot be read ({clean(error)})") from error
-    if len(found) > MOST_TEXT:
-        raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
-    return text
 
 
 def _say(text: str) -> None:

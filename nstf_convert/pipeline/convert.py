@@ -175,6 +175,7 @@ def _choose(run: Run) -> Final:
         mix, _, facts = search(run, start, budget_bytes)
     if begun or run.plain_only:  # plans without decompositions may take more time, and so may single formats
         rivals = run.rivals(budget_bytes)
+        session.beside.close()  # where a single format was left, nobody asked what was encoded beside
     return finish(run, mix, run.best(rivals, mix), facts)
 
 

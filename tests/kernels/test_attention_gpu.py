@@ -68,6 +68,7 @@ def test_all_interpreted_cases_attend_as_the_reference() -> None:
         *attention_cases.DECODE,
         *attention_cases.ON_A_CARD,
         *(f"prefill: {n}" for n in attention_cases.PREFILL),
+        *attention_cases.GENERATED,
     ),
 )
 def test_the_kernels_on_a_gpu_attend_as_the_reference(name: str) -> None:

@@ -93,6 +93,10 @@ def test_a_measured_tile_is_launched_and_another_dtype_is_not_touched(
     assert tuner.chosen(made, 50, torch.float16, "gfx942") == "narrower"
     assert tuner.chosen(made, 50, torch.float32, "gfx942") == "gemm"
     assert tuner.chosen(made, 65, torch.float16, "gfx942") == "gemm"
+    before = tuner.measured_version()
+    use_measured(TuningCache({key(made, 64, "gfx942"): ("fewer parts", 1e-5)}), "gfx942")
+    assert tuner.measured_version() != before, "measured anew: as many tiles as before, and another one"
+    use_measured(cache, "gfx942")
     wide, narrow = (specs_with(made, 50, torch.float16, "gfx942", n)[0] for n in ("gemm", "narrower"))
     assert narrow.constants["BN"] * 2 == wide.constants["BN"]
     # Of a kernel that the target does not have, nothing is taken.

@@ -152,21 +152,26 @@ def no_engine(path: Path, rank: int) -> torch.Tensor:
     error = UnsupportedError("no engine here") if rank else None
     real = divided_engine.Engine
     with unittest.mock.patch.object(divided_engine, "Engine", side_effect=error, wraps=real):
-        tokens: torch.Tensor = model.generate(prompt()[:1], **GREEDY)
-    assert model.nstf_engine.engine is None
+        with unittest.mock.patch.object(engine_generate, "_run") as run:
+            tokens: torch.Tensor = model.generate(prompt()[:1], **GREEDY)
+    assert not run.called
     return tokens
 
 
-def one_hook(path: Path, rank: int) -> list[tuple[torch.Tensor, int]]:
-    """Tokens with a hook on the first rank, without it, with it again; how often this rank used its engine each time."""
+def one_hook(path: Path, rank: int) -> list[tuple[torch.Tensor, int, int]]:
+    """Tokens with a hook on the first rank, without it, with it again; how often this rank used its engine each time, and
+    how often it had built one by then."""
     model: Any = nstf.runtime.load(path, engine="exact", tensor_parallel=2)
     found = []
-    for hooked in (True, False, True):
-        hook = model.lm_head.register_forward_hook(lambda *_: None) if hooked and not rank else None
-        with unittest.mock.patch.object(engine_generate, "_run", wraps=engine_generate._run) as run:
-            found.append((model.generate(prompt()[:1], **GREEDY), run.call_count))
-        if hook is not None:
-            hook.remove()
+    real = divided_engine.Engine
+    with unittest.mock.patch.object(divided_engine, "Engine", wraps=real) as built:
+        for hooked in (True, False, True):
+            hook = model.lm_head.register_forward_hook(lambda *_: None) if hooked and not rank else None
+            with unittest.mock.patch.object(engine_generate, "_run", wraps=engine_generate._run) as run:
+                tokens = model.generate(prompt()[:1], **GREEDY)
+            found.append((tokens, run.call_count, built.call_count))
+            if hook is not None:
+                hook.remove()
     return found
 
 

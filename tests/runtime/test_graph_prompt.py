@@ -94,6 +94,9 @@ def test_long_prompts_are_neither_filled_up_nor_captured(
             decoder.prompt(ids)
     assert seen == [(1, STEP), (3, 30), (3, 30)] and not capture.count
     assert MOST_ROWS % STEP == 0
+    assert graph_prompt.KEPT_GRAPHS * STEP >= MOST_ROWS, (
+        "lengths of one sequence that take turns are all kept"
+    )
 
 
 def test_few_graphs_are_kept(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +107,13 @@ def test_few_graphs_are_kept(tiny: ModuleType, tmp_path: Path, monkeypatch: pyte
         for count in (10, 70, 130):
             for _ in range(2):
                 decoder.prompt(ids_of(count))
-    assert [length for _, length in decoder._prompts._graphs] == [128, 192]
+        assert [length for _, length in decoder._prompts._graphs] == [128, 192]
+        # One whose graph was dropped comes twice again before it is captured.
+        before = capture.count
+        decoder.prompt(ids_of(10))
+        assert capture.count == before
+        decoder.prompt(ids_of(10))
+        assert capture.count == before + 1
 
 
 @pytest.mark.parametrize("warmed", [False, True])

@@ -48,8 +48,7 @@ def plan(
     if allowed is None:
         return plans.plan_mix(session, table, budget_bytes, meta, weights, exact)
     found, fastest_seconds, impossible = [], math.inf, []
-    # Tensors that run as one where they are stored alike save launches, and have less choice.
-    tables = [table, replace(table, fused=timing.groups)] if timing.groups and not table.fused else [table]
+    tables = _tables(timing, table)
 
     def planned(one: Table, to_the_end: bool) -> Planned:
         return plans.plan_mix(
@@ -86,6 +85,12 @@ def plan(
         if wanted is None or timing.of(reference.mix) <= wanted.seconds:
             return reference
     raise too_slow(str(asked), fastest_seconds, timing, budget_bytes)
+
+
+def _tables(timing: Timing, table: Table) -> list[Table]:
+    """The table, and on GPUs one whose tensors are stored alike where they may run as one: they save launches, and have
+    less choice."""
+    return [table, replace(table, fused=timing.groups)] if timing.groups and not table.fused else [table]
 
 
 def bound(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any]) -> Bound | None:
@@ -126,18 +131,23 @@ def _preferred(timing: Timing, table: Table, budget_bytes: int, meta: Mapping[st
 def _least_seconds(
     timing: Timing, table: Table, budget_bytes: int, meta: Mapping[str, Any], most: float, high: float
 ) -> float:
-    """The least time at which a plan of a table is expected to lose no more than `most`. high: one that is enough."""
+    """The least time at which a plan of a table is expected to lose no more than `most`, without the launches that it saves.
+    high: a time that is enough."""
+    tables = _tables(timing, table)
+
+    def is_enough(seconds: float, one: Table) -> bool:
+        try:
+            found = plans.plan_mix(
+                timing.session, one, budget_bytes, meta, None, False, timing.seconds, seconds, timing.saved
+            )
+        except (TooSlow, BudgetError):
+            return False
+        return found.expected_loss <= most
+
     low = 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        try:
-            found = plans.plan_mix(
-                timing.session, table, budget_bytes, meta, exact=False,
-                seconds=timing.seconds, bound_seconds=middle,
-            )  # fmt: skip
-            good = found.expected_loss <= most
-        except TooSlow:
-            good = False
+        good = any(is_enough(middle, one) for one in tables)
         low, high = (low, middle) if good else (middle, high)
     return high
 

@@ -143,6 +143,8 @@ def test_common_multiples_are_counted_without_decimal_points() -> None:
     assert (of(), of(5, 10, 25), of(0.01, 0.25), of(1e-7), of(100)) == (1, 50, 25, 1, 100)
     assert of(0, -3, True, float("inf"), "x") == 3  # type: ignore[arg-type]
     assert of(97, 89, 101, *range(1, 5000)) > 10_000
+    # More than a float holds: this was an OverflowError, and an answer of 500.
+    assert of(10**400) > 10_000
 
 
 # 12 s of processor time and 370 MiB before an answer had begun; parts that are joined have the common multiple.

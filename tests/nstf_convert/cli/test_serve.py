@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from nstf.errors import UnsupportedError
-from nstf_convert.cli import run
+from nstf.errors import UnsupportedError, UsageError
+from nstf_convert.cli import run, serve
 from tests.integrations.serve.conftest import write_sample
 
 
@@ -338,6 +338,16 @@ def test_a_host_that_is_none_is_one_line(host: str) -> None:
 def test_a_device_that_never_ends_is_no_text(artifact: Path, option: str, capsys: Any) -> None:
     assert run(["serve", str(artifact), option, "/dev/zero"]) == 2
     assert "longer than 16777216 bytes" in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_long_is_not_said_to_be_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that are read may end in the middle of a letter."""
+    monkeypatch.setattr(serve, "MOST_TEXT", 2)
+    (tmp_path / "text").write_text("éé", encoding="utf-8")
+    with pytest.raises(UsageError, match="longer than 2 bytes"):
+        serve.read_text(tmp_path / "text", "--chat-template")
 
 
 def test_a_line_that_is_no_text_does_not_end_a_chat(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

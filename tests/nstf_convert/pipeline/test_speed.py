@@ -149,6 +149,30 @@ def test_balance_is_never_slower_than_nine_tenths_of_an_int_or_grid_file(run, ra
     assert run.timing.of(run.plan(budget).mix) > 1.2 * run.timing.of(balanced.mix)
 
 
+def test_the_yardstick_of_a_gpu_saves_launches_as_plans_do(options, tmp_path) -> None:
+    """It was the time of an int or grid plan with a launch for every matrix: a fifth too much."""
+    chosen = options(
+        ("ratio", 0.45), formats=FORMATS, work_dir=tmp_path / "work", target="sm_90", prefer="balance"
+    )
+    with Session(chosen, Stages()) as session:
+        table = build_table(session, method_families(chosen.formats), lambda unit: None)
+        timing, meta = Timing(session, 1 << 17), Meta(session, None).widest()
+        budget, plain = int(0.45 * session.checkpoint.total_bytes), only(table, PLAIN)
+        assert plain is not None and timing.groups
+        allowed = bounds.bound(timing, table, budget, meta)
+        reference = bounds.plans.plan_mix(session, plain, budget, meta, exact=False)
+        assert allowed is not None
+        for one in (plain, replace(plain, fused=timing.groups)):
+            try:
+                found = bounds.plans.plan_mix(
+                    session, one, budget, meta, None, False,
+                    timing.seconds, 0.95 * bounds.BALANCE * allowed.seconds, timing.saved,
+                )  # fmt: skip
+            except (TooSlow, BudgetError):
+                continue
+            assert found.expected_loss > bounds.SLACK * reference.expected_loss
+
+
 def test_an_error_of_one_table_does_not_hide_what_the_other_allows(run, monkeypatch) -> None:
     """Too slow as it is and too large where tensors run as one: then the plan of few formats stands."""
     run.timing.groups = dict.fromkeys(run.table.candidates, "one")
