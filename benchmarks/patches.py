@@ -3,13 +3,16 @@
     pip install scikit-learn pillow
     python benchmarks/patches.py train --out out/vit --hidden 384 --layers 4
     python benchmarks/patches.py compare out/vit --threads 2
+    python benchmarks/patches.py times --hidden 384 --threads 2
 
 A ViT of transformers learns the pictures of `convolution.py` (scikit-learn's digits on its photographs) in patches of 16 x
 16. Its stem is a convolution that meets no pixel twice, a matrix [hidden, 768] of a patch's pixels: what natural pictures
 have in few directions the stem needs in few directions, so that a low rank (a convolution with fewer outputs, then 1x1) may
 take fewer multiplications at the same loss. Everything but the stem stays float32. Every form is encoded with the
 statistics of the same calibration and runs from its codes; KLD and right answers are of 1,024 test pictures with int8
-activations in the stem, as the files run. Times are of one picture of 224 x 224 (196 patches), all forms in turn.
+activations in the stem, as the files run. Times are of one picture of 224 x 224 (196 patches), all forms in turn. `times`
+has those of the stem alone, with random codes, which take as long: the least and the middle of many rounds. With one thread
+the clock is the processor time of the process, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -17,8 +20,10 @@ import copy
 import json
 import logging
 import math
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,9 +43,11 @@ from nstf.runtime.parameter import EncodedParameter
 from nstf_convert.budget import Budget
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import arrays_bytes
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
+from nstf_convert.speed.measure import Pool
 
 PATCH, LARGE = 16, 224
 RANKS = (8, 16, 24, 32, 48, 64, 96, 128, 192)
@@ -121,13 +128,41 @@ def compare(folder: Path, threads: int, pictures: int, only: Sequence[str] | Non
     return rows
 
 
+def times(hidden: int, threads: int, rounds: int, only: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Rows: a stem in every form with random codes, in microseconds; each is called once before the call that is timed."""
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    pool, shape = Pool(0), (hidden, 3, PATCH, PATCH)
+    stems = {"float32": nn.Conv2d(3, hidden, PATCH, PATCH).requires_grad_(False)}
+    for name, recipe in forms(hidden, 3 * PATCH * PATCH).items():
+        stems[name] = copy.deepcopy(stems["float32"])
+        encoded = pool.filled(recipes.tree_of(recipe, shape, 1), shape)
+        attach(stems[name], "weight", EncodedParameter(encoded, torch.float32))
+        choose_products(stems[name], exact=False)
+    stems = {name: stem for name, stem in stems.items() if not only or name in only}
+    seconds: dict[str, list[float]] = {name: [] for name in stems}
+    x = torch.randn(1, 3, LARGE, LARGE)
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for name, stem in stems.items():
+                stem(x)
+                start = clock()
+                stem(x)
+                seconds[name].append(clock() - start)
+    return [
+        {"stem": name, "least_us": round(1e6 * min(found), 1),
+         "middle_us": round(1e6 * statistics.median(found), 1)}
+        for name, found in seconds.items()
+    ]  # fmt: skip
+
+
 def _stem(model: nn.Module) -> Any:
     return next(m for m in model.modules() if isinstance(m, nn.Conv2d))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=("train", "compare"))
+    parser.add_argument("what", choices=("train", "compare", "times"))
     parser.add_argument("model", type=Path, nargs="?", default=Path("out/vit"))
     parser.add_argument("--out", type=Path, help="where `train` writes the model")
     parser.add_argument("--hidden", type=int, default=384)
@@ -140,7 +175,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes that draw pictures for `train`")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pictures", type=int, default=512, help="of `compare`: to calibrate on")
-    parser.add_argument("--only", nargs="+", metavar="FORM", help="of `compare`: only these forms")
+    parser.add_argument("--only", nargs="+", metavar="FORM", help="only these forms")
+    parser.add_argument("--rounds", type=int, default=200, help="of `times`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.what == "train":
@@ -150,7 +186,12 @@ def main() -> None:
             lambda: build(args.hidden, args.layers),
         )  # fmt: skip
         return
-    rows = compare(args.model, args.threads, args.pictures, args.only)
+    if args.what == "times":
+        rows = times(args.hidden, args.threads, args.rounds, args.only)
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        rows = compare(args.model, args.threads, args.pictures, args.only)
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

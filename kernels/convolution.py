@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nstf.kernels.cpu import convolution as cpu
+from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.convolution import After
 from nstf.kernels.formats.tree import EncodedTensor, Node, decode, format_of
 from nstf.kernels.linear import linear
@@ -139,6 +140,12 @@ def _chain(
     # Parts that no kernel reads as they are stored are rounded to 8 bits once more: not where the result is to be exact.
     if exact and kind in ("tucker", "cp"):
         return None
+    if kind in _STAGES and not exact and after == After() and x.device.type == "cpu" and cpu.available():
+        # In one call: what a stage finds of its results the next one need not look for, and there is no Python in between.
+        together = _in_turn(encoded, geometry)
+        y = None if together is None or not x.numel() else together.run(x, bias)
+        if y is not None:
+            return y
     if kind in _STAGES and multiplications(encoded.tree, encoded.shape, geometry.stride) <= math.prod(
         encoded.shape
     ):
@@ -182,6 +189,21 @@ def stages(encoded: EncodedTensor, geometry: Geometry) -> list[Any] | None:
             return None
         found += own
     return found or None
+
+
+def _in_turn(encoded: EncodedTensor, geometry: Geometry) -> cpu.InTurn | None:
+    """A chain's stages in one call of the extension, or None where one of them has no kernel there."""
+    known, key = _chains(encoded), (ext.isa(), geometry)
+    if key not in known:
+        made = stages(encoded, geometry)
+        known[key] = None if made is None else cpu.in_turn(made)
+    return known[key]
+
+
+@per_encoded
+def _chains(encoded: EncodedTensor) -> dict[tuple[str, Geometry], cpu.InTurn | None]:
+    """What `_in_turn` made, by instruction set and geometry."""
+    return {}
 
 
 @dataclass(frozen=True)

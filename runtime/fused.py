@@ -24,7 +24,7 @@ from torch.nn import functional
 from nstf.runtime.experts import EncodedExperts
 from nstf.runtime.fused_run import Run, Step, in_runs
 from nstf.runtime.fused_steps import POOLINGS, ConvolutionStep, OtherStep, PoolingStep, Value, held_by, plain
-from nstf.runtime.modules import EncodedConv
+from nstf.runtime.modules import EncodedConv, PlainConv
 from nstf.runtime.parameter import EncodedParameter
 
 log = logging.getLogger("nstf")
@@ -196,7 +196,8 @@ def _image_convolutions(module: nn.Module) -> int:
 
 def _on_images(module: Any) -> bool:
     """Whether it is a convolution over two axes with zeros around the image, and nothing else."""
-    return type(module).forward is nn.Conv2d.forward and module.padding_mode == "zeros"
+    of: Any = type(module)
+    return issubclass(of, nn.Conv2d) and of.forward is PlainConv.forward and module.padding_mode == "zeros"
 
 
 class _Proxy(fx.Proxy):

@@ -7,7 +7,7 @@ working, through whatever operation it applies to `self.weight`.
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -58,14 +58,20 @@ class EncodedConv:
     exact_products = True
 
     def _conv_forward(self, input: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        y = self._from_codes(input, bias)
+        if y is None:
+            y = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+        return y
+
+    def _from_codes(self, input: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The result, or None where the weight is decoded."""
         module: Any = self
         sides = len(module.kernel_size)
         differentiated = torch.is_grad_enabled() and (
             input.requires_grad or (bias is not None and bias.requires_grad)
         )
         if sides > 2 or input.dim() != sides + 2 or differentiated or torch.compiler.is_compiling():
-            y: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
-            return y
+            return None
         around = module._reversed_padding_repeated_twice  # last axis first, before and after
         if module.padding_mode != "zeros":
             input, around = functional.pad(input, around, mode=module.padding_mode), [0] * (2 * sides)
@@ -74,15 +80,31 @@ class EncodedConv:
         return y if sides == 2 else y[:, :, 0]
 
 
+class PlainConv(EncodedConv):
+    """The same of a class with torch's own forward, which reads `weight`: that makes a tensor for nothing at each call."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        module: Any = self
+        y = self._from_codes(input, module.bias)
+        if y is None:
+            y = super().forward(input)  # type: ignore[misc]
+        return y
+
+
 def geometry_of(module: Any, around: list[int] | None = None) -> Geometry:
     """A module's geometry over two axes; one axis is that of the columns. around: what is left to pad, its own if None."""
     around = module._reversed_padding_repeated_twice if around is None else around
-    if len(module.kernel_size) == 2:
+    return _geometry(tuple(module.stride), tuple(around), tuple(module.dilation), module.groups)
+
+
+@lru_cache(1024)
+def _geometry(
+    stride: tuple[int, ...], around: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> Geometry:
+    if len(stride) == 2:
         padding = (around[2], around[3], around[0], around[1])
-        return Geometry(tuple(module.stride), padding, tuple(module.dilation), module.groups)
-    return Geometry(
-        (1, module.stride[0]), (0, 0, around[0], around[1]), (1, module.dilation[0]), module.groups
-    )
+        return Geometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
+    return Geometry((1, *stride), (0, 0, around[0], around[1]), (1, *dilation), groups)  # type: ignore[arg-type]
 
 
 @per_encoded
@@ -172,7 +194,8 @@ def _kind(base: type[nn.Module], names: frozenset[str]) -> tuple[type, bool]:
         if base is Conv1D:
             return EncodedConv1D, True
         if issubclass(base, nn.modules.conv._ConvNd):
-            return EncodedConv, True
+            plain = base.forward in (nn.Conv1d.forward, nn.Conv2d.forward)
+            return PlainConv if plain else EncodedConv, True
     if "expert" in base.__name__.lower():
         return EncodedExperts, True
     return EncodedWeights, False

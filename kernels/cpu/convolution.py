@@ -1,7 +1,8 @@
 """Convolutions from codes in the C++ extension: an implicit product with int8 activations, the weight is never decoded."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -68,9 +69,7 @@ def convolve(
     made = _made(encoded).get(channels, stride, padding, dilation, groups)
     if made is None:
         return None
-    # Of one channel or one pixel both layouts hold; the usual one is then taken.
-    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if last else torch.contiguous_format
+    layout = _layout(x)
     images = _float(x).contiguous(memory_format=layout)
     taps = encoded.shape[2:]
     height = (high + padding[0] + padding[1] - dilation[0] * (taps[0] - 1) - 1) // stride[0] + 1
@@ -94,7 +93,7 @@ def convolve(
             after.least,
             after.most,
             y.data_ptr(),
-            last,
+            layout is torch.channels_last,
             torch.get_num_threads(),
         )
     y = later.apply(y, None) if broadcast else y
@@ -114,30 +113,48 @@ def compiled(
     return _made(encoded).get(encoded.shape[1] * groups, stride, padding, dilation, groups)
 
 
-def in_one_call(stages: Sequence[Any], x: Tensor) -> Callable[[], Tensor]:
-    """What runs the extension's convolutions one after the other on images x [n, channels, h, w], in float32 with channels
-    first, as they are run inside a model whose layers are run together.
+@dataclass(frozen=True)
+class InTurn:
+    """The extension's convolutions one after the other in one call, as they are run inside a model whose layers are run
+    together. steps: the extension's; count: of them."""
 
-    Raises ValueError for images that they are not for.
-    """
+    steps: Any
+    count: int
+
+    def run(self, x: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """The last one's result, in x's dtype and layout. x: [n, channels, h, w], not empty; bias: [out]. None for images
+        that these convolutions are not for."""
+        count, channels, height, width = x.shape
+        size = channels, height, width
+        found = self.steps.sizes(*size)
+        if found is None:
+            return None
+        layout = _layout(x)
+        images = _float(x).contiguous(memory_format=layout)
+        y = torch.empty(count, *found, memory_format=layout)
+        numbers = [0] * (5 * self.count)
+        shift = None if bias is None else _float(bias).contiguous()
+        numbers[-1] = 0 if shift is None else shift.data_ptr()
+        threads = torch.get_num_threads()
+        last = layout is torch.channels_last
+        self.steps.run_at(
+            images.data_ptr(), count, size, numbers, [0.0] * self.count, y.data_ptr(), last, threads
+        )
+        return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def in_turn(stages: Sequence[Any]) -> InTurn:
+    """The extension's convolutions, each on the result of the one before."""
     steps = ext.ImageSteps()
     for i, stage in enumerate(stages):
         steps.add(stage, 0 if i == 0 else 2 - i % 2, 1 + i % 2, -1, -math.inf, math.inf)
-    count, channels, height, width = x.shape
-    size = channels, height, width
-    found = steps.sizes(*size)
-    if found is None:
-        raise ValueError(f"images {list(x.shape)} do not fit these convolutions")
-    images, y = _float(x).contiguous(), torch.empty(count, *found)
-    numbers, eps = [0] * (5 * len(stages)), [0.0] * len(stages)
+    return InTurn(steps, len(stages))
 
-    def run() -> Tensor:
-        steps.run_at(
-            images.data_ptr(), count, size, numbers, eps, y.data_ptr(), False, torch.get_num_threads()
-        )
-        return y
 
-    return run
+def _layout(x: Tensor) -> torch.memory_format:
+    """How images lie. Of one channel or one pixel both layouts hold; the usual one is then taken."""
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _float(x: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def _measure(layer: Layer, trees: Sequence[Node], isa: str, threads: int, pool: 
 class Way(NamedTuple):
     """A layer stored in one way. ours: whether the extension runs all of it."""
 
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], object]
     ours: bool
 
 
@@ -155,7 +155,10 @@ def way_of(x: torch.Tensor, encoded: EncodedTensor, geometry: Geometry) -> Way:
     made = stages(encoded, geometry) if cpu.available() else None
     if made is None:
         return Way(lambda: convolve(x, encoded, None, geometry), False)
-    return Way(cpu.in_one_call(made, x), True)
+    together = cpu.in_turn(made)
+    if together.run(x) is None:
+        raise ValueError(f"images {list(x.shape)} do not fit these convolutions")
+    return Way(lambda: together.run(x), True)
 
 
 def modelled(layer: Layer, tree: Node, product_seconds: float) -> float:

@@ -216,3 +216,22 @@ def test_small_weights_of_unknown_modules_become_dense() -> None:
 def test_a_parameter_of_another_shape_is_refused(tiny: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"Linear.weight: shape \[24, 63\], the stored tensor is \[24, 64\]"):
         attach(nn.Linear(63, 24), "weight", EncodedParameter(int4(tiny, (24, 64)), torch.float32))
+
+
+def test_a_convolution_makes_no_stand_in_for_its_weight(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's forward reads `weight`. One that a class has of its own still may."""
+
+    class Own(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * F.conv2d(input, self.weight, None, self.stride)
+
+    encoded = int4(tiny, (24, 3, 8, 8))
+    x = torch.randn(2, 3, 32, 32)
+    for module in (nn.Conv2d(3, 24, 8, stride=8), Own(3, 24, 8, stride=8, bias=False)):
+        dense, own = twins(module, "weight", encoded)
+        assert same(own(x), dense(x))
+    plain = twins(nn.Conv1d(3, 24, 64), "weight", int4(tiny, (24, 3, 64)))[1]
+    monkeypatch.setattr(EncodedParameter, "lazy", lambda _: pytest.fail("a stand-in was made"))
+    assert plain(torch.randn(2, 3, 70)).shape == (2, 24, 7)

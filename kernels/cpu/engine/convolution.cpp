@@ -20,6 +20,8 @@ constexpr int64_t kBandBytes = 1 << 20;
 constexpr int64_t kSmallImage = 1 << 14;
 // In times of a tile's products with the rows of a group: unpacking their codes; laying a tile out, times the rows.
 constexpr double kUnpackTime = 0.12, kLayTime = 10, kCopyTime = 3;
+// Pixels of a task are a multiple of these: a vector's.
+constexpr int64_t kFewPixels = 16;
 // A weight of no more bytes, one each, is unpacked once: those of few channels meet many pixels.
 constexpr int64_t kHeldBytes = 192 << 10;
 
@@ -90,6 +92,7 @@ struct Convolution::Plan {
     float* found;               // by image of the results: three extremes, or null
     std::mutex* merging;        // of `found`
     const int32_t* columns;     // of a group's first channel: where each column of a row is, or each word in quads, or -1
+    const float* apart = nullptr;  // the images themselves, where patches are taken from them
     int64_t pixels() const { return out_height * out_width; }
 };
 
@@ -114,6 +117,9 @@ Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
     const bool hold = weight_->rows * form_->chunks * 64 <= kHeldBytes, fours = shape.channels / shape.groups % 4 == 0;
     // The weight's order is that of an image in quads, or is made so; the columns of a group of codes stay together.
     quads_ = fours && ((taps == 1 && !form_->even_odd) || (hold && (taps == 1 || groups == 1)));
+    apart_ = !quads_ && taps > 1 && shape.groups == 1 && shape.kernel[0] == shape.stride[0] && shape.kernel[1] == shape.stride[1] &&
+             shape.dilation[0] * shape.dilation[1] == 1 && shape.kernel[1] % (form_->even_odd && !hold ? 16 : 4) == 0 &&
+             shape.before[0] + shape.before[1] + shape.after[0] + shape.after[1] == 0;
     if (hold) {
         held_.resize(static_cast<size_t>(weight_->rows * form_->chunks * 64));
         held_scales_.resize(static_cast<size_t>(weight_->rows * groups));
@@ -131,12 +137,12 @@ Convolution::Convolution(Shared weight, const ConvolutionShape& shape)
         for (int64_t r = 0; r < count; ++r) {
             const uint8_t* from = codes.data() + r * form_->chunks * 64;
             uint8_t* to = hold ? held_.data() + (row + r) * form_->chunks * 64 : nullptr;
-            if (hold && !quads_) std::copy_n(from, form_->chunks * 64, to);
+            if (hold && !quads_ && !apart_) std::copy_n(from, form_->chunks * 64, to);
             double total = 0;
             for (int64_t k = 0; k < weight_->cols; ++k) {
                 const size_t at = static_cast<size_t>(r * groups + std::min(groups - 1, k / form_->group));
                 const uint8_t code = from[Image::place(k, form_->even_odd)];
-                if (hold && quads_) to[Image::place_in_quads(k, taps)] = code;
+                if (hold && (quads_ || apart_)) to[quads_ ? Image::place_in_quads(k, taps) : k] = code;
                 const int value = form_->is_signed ? static_cast<int8_t>(code) : code;
                 total += form_->zeros ? scales[at] * static_cast<float>(value) - zeros[at]
                                       : scales[at] * static_cast<float>(value - form_->middle);
@@ -182,7 +188,8 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
     p.parts = whole ? 1 : static_cast<int>(std::min<int64_t>(threads, shape.channels / p.image.each));
     thread_local Buffer<int8_t> planes;
     thread_local Buffer<float> numbers;
-    p.planes = planes.grow(chunk * p.image.bytes + Image::kBeyond);
+    const bool apart = apart_ && !last_in;
+    p.planes = apart ? nullptr : planes.grow(chunk * p.image.bytes + Image::kBeyond);
     float* ends = numbers.grow(5 * chunk);
     p.scale = ends + 3 * chunk, p.zero = p.scale + chunk;
     const int64_t in = shape.channels * p.height * p.width, out = weight_->rows * p.pixels();
@@ -191,10 +198,14 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
         const int64_t lines = last_in ? 1 : shape.channels;
         if (known == nullptr) extremes(x + i * in, count, lines, in / lines, threads, ends);
         scales(p, count, known == nullptr ? ends : known + 3 * i);
-        p.by_pixels = p.parts > 1 && shares_of(count * p.pixels(), threads).rows == 1;
         p.found = found == nullptr ? nullptr : found + 3 * i;
         if (p.found != nullptr) std::fill_n(p.found, 3 * count, 0.0f);
-        lay_out(p, x + i * in, count);
+        if (apart) {
+            p.apart = x + i * in;
+        } else {
+            p.by_pixels = p.parts > 1 && shares_of(count * p.pixels(), threads, false).rows == 1;
+            lay_out(p, x + i * in, count);
+        }
         ConvolutionEnd own = end;
         if (end.added != nullptr) own.added += i * out;
         if (then != nullptr && images == 1 && p.out_height > 1) bands(p, own, y, *then);
@@ -205,7 +216,7 @@ void Convolution::run(const float* x, int64_t images, int64_t height, int64_t wi
 std::shared_ptr<const Convolution::Columns> Convolution::columns_of(const Image& image) const {
     std::lock_guard<std::mutex> lock(mutex_);
     if (columns_ == nullptr || columns_->plane != image.plane || columns_->row != image.row)
-        columns_ = std::make_shared<Columns>(Columns{image.plane, image.row, image.columns(shape_, blocks_, form_->even_odd)});
+        columns_ = std::make_shared<Columns>(Columns{image.plane, image.row, image.columns(shape_, blocks_, even_odd())});
     return columns_;
 }
 
@@ -256,7 +267,7 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
         const int64_t y1 = p.by_pixels ? image.height * (part + 1) / p.parts : image.height;
         const int64_t r0 = std::clamp<int64_t>(y0 - image.before[0], 0, p.height);
         const int64_t r1 = std::clamp<int64_t>(y1 - image.before[0], 0, p.height);
-        int8_t* codes = room.grow((r1 - r0) * p.width * each);
+        int8_t* codes = room.grow((r1 - r0) * p.width * each + Image::kBeyond);
         for (int64_t c = c0; c < c1; ++c) {
             quantise(from + c * each * plane + r0 * p.width, (r1 - r0) * p.width,
                      whole ? to + c * image.plane + (image.before[0] + r0) * image.row : codes);
@@ -274,49 +285,73 @@ void Convolution::lay_out(const Plan& p, const float* x, int64_t images) const {
     parallel_blocks(p.threads, images * p.parts, task);
 }
 
+// Pixels first..first + count - 1 of patches that share no value, counted through the images, as a tile.
+void Convolution::lay_patches(const Plan& p, int64_t first, int64_t count, int8_t* out) const {
+    thread_local Buffer<int8_t> room;
+    const int64_t high = shape_.kernel[0], wide = shape_.kernel[1], words = wide / 4;
+    int8_t* codes = room.grow(std::min<int64_t>(kPixels, p.out_width) * wide);
+    for (int64_t at = 0; at < count;) {  // row of patches by row
+        const int64_t pixel = first + at, image = pixel / p.pixels(), x = pixel % p.out_width, y = pixel / p.out_width % p.out_height;
+        const int64_t n = std::min(p.out_width - x, count - at);
+        const float scale = p.scale[image], inverse = scale > 1e-30f ? 1 / scale : 0.0f, zero = p.zero[image];
+        const float* from = p.apart + (image * shape_.channels * p.height + y * high) * p.width + x * wide;
+        for (int64_t row = 0; row < shape_.channels * high; ++row) {
+            kernels_->quantise(from + (row / high * p.height + row % high) * p.width, n * wide, inverse, zero, codes);
+            Image::rows_apart(codes, n, words, row, even_odd(), out + 4 * at);
+        }
+        at += n;
+    }
+    const int64_t whole = weight_->cols / 4 * 4 * kPixels;
+    std::memset(out + whole, 0, static_cast<size_t>(blocks_ * 32 * kPixels - whole));
+}
+
 // The split with which the last thread is done first. Tiles together share the work of unpacking codes, tasks that share rows each lay
 // out the same tiles.
-Convolution::Shares Convolution::shares_of(int64_t pixels, int threads) const {
+Convolution::Shares Convolution::shares_of(int64_t pixels, int threads, bool apart) const {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (shares_.pixels == pixels && shares_.threads == threads) return shares_;
+    if (shares_.pixels == pixels && shares_.threads == threads && shares_.apart == apart) return shares_;
     const int64_t tiles = (pixels + kPixels - 1) / kPixels, own = weight_->rows / shape_.groups;
-    const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = kTileBytes / (blocks_ * 32 * kPixels);
-    const double unpack = held_.empty() ? kUnpackTime : 0, lay = quads_ ? kCopyTime : kLayTime;
+    const int64_t panels = (own + kUnpacked - 1) / kUnpacked, most = std::clamp<int64_t>(kTileBytes / (blocks_ * 32 * kPixels), 1, 16);
+    const double unpack = held_.empty() ? kUnpackTime : 0, lay = quads_ || apart ? kCopyTime : kLayTime;
     Shares best;
-    best.pixels = pixels, best.threads = threads;
-    if (threads == 1) {
-        best.together = std::clamp<int64_t>(most, 1, 16);
-        return shares_ = best;
+    best.pixels = pixels, best.threads = threads, best.apart = apart;
+    best.each = most * kPixels;
+    if (threads == 1) return shares_ = best;
+    std::vector<int64_t> sizes;  // of a task
+    for (int64_t together = std::min(most, tiles); together >= 1; --together) sizes.push_back(together * kPixels);
+    for (int64_t parts = threads; parts <= 2 * threads; parts += threads) {  // or as many for each thread
+        const int64_t each = ((pixels + parts - 1) / parts + kFewPixels - 1) / kFewPixels * kFewPixels;
+        if (each % kPixels != 0 && each <= most * kPixels) sizes.push_back(each);
     }
     double least = std::numeric_limits<double>::infinity();
     for (int64_t rows = 1; rows <= std::min<int64_t>(panels, 4 * threads); ++rows)
-        for (int64_t together = std::clamp<int64_t>(std::min(most, tiles), 1, 16); together >= 1; --together) {
-            const int64_t whole = tiles / together, over = pixels - whole * together * kPixels;
+        for (const int64_t each : sizes) {
+            const int64_t whole = pixels / each, over = pixels - whole * each;
             const double share = static_cast<double>((panels + rows - 1) / rows) / static_cast<double>(panels);
-            const auto time = [&](double of) {
+            const auto time = [&](int64_t some) {
+                const double of = static_cast<double>(some) / kPixels;
                 return of * share + std::ceil(of) * lay / static_cast<double>(own) + unpack * share;
             };
             // Whole tasks in turn, and what is left over at the end to who is free.
             const int64_t tasks = whole * rows * shape_.groups, turns = tasks / threads, beside = tasks % threads;
-            const double one = time(static_cast<double>(together)), rest = over > 0 ? time(static_cast<double>(over) / kPixels) : 0;
+            const double one = time(each), rest = over > 0 ? time(over) : 0;
             const int64_t rests = over > 0 ? rows * shape_.groups : 0, free = beside > 0 ? threads - beside : threads;
             const double late = rest * static_cast<double>((rests + free - 1) / free);
             const double total = static_cast<double>(turns) * one + (beside > 0 ? std::max(one, late) : late);
-            if (total < least * 0.99) least = total, best.together = together, best.rows = rows;
+            if (total < least * 0.99) least = total, best.each = each, best.rows = rows;
         }
     return shares_ = best;
 }
 
 void Convolution::tiles(const Plan& p, int64_t images, const ConvolutionEnd& after, float* y) const {
-    const int64_t pixels = images * p.pixels(), tiles = (pixels + kPixels - 1) / kPixels, groups = shape_.groups;
+    const int64_t pixels = images * p.pixels(), groups = shape_.groups;
     const int64_t own = weight_->rows / groups, panels = (own + kUnpacked - 1) / kUnpacked;
-    const Shares split = shares_of(pixels, p.threads);
-    const int64_t together = split.together, shares = split.rows, across = (tiles + together - 1) / together;
+    const Shares split = shares_of(pixels, p.threads, p.apart != nullptr);
+    const int64_t each = split.each, shares = split.rows, across = (pixels + each - 1) / each;
     auto one = [&](int64_t t) {
-        const int64_t group = t / shares % groups, share = t % shares, tile = t / (shares * groups) * together;
+        const int64_t group = t / shares % groups, share = t % shares, first = t / (shares * groups) * each;
         const int64_t from = panels * share / shares * kUnpacked, end = std::min(own, panels * (share + 1) / shares * kUnpacked);
-        task(p, tile * kPixels, std::min(pixels, (tile + together) * kPixels), group, group * own + from, group * own + end,
-             after, y);
+        task(p, first, std::min(pixels, first + each), group, group * own + from, group * own + end, after, y);
     };
     parallel_blocks(p.threads, across * groups * shares, one);
 }
@@ -365,9 +400,13 @@ void Convolution::task(const Plan& p, int64_t first, int64_t end, int64_t group,
     PixelRun runs[kPixels];
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t from = first + t * kPixels, count = std::min<int64_t>(kPixels, end - from);
-        const int pieces = p.image.pieces(planes, from, count, p.out_height, p.out_width, runs);
-        if (quads_) kernels_->copy_tile(runs, pieces, p.columns, blocks_ * 8, x + t * size);
-        else Image::patches(runs, pieces, p.columns, blocks_ * 8, x + t * size);
+        if (p.apart != nullptr) {
+            lay_patches(p, from, count, x + t * size);
+        } else {
+            const int pieces = p.image.pieces(planes, from, count, p.out_height, p.out_width, runs);
+            if (quads_) kernels_->copy_tile(runs, pieces, p.columns, blocks_ * 8, x + t * size);
+            else Image::patches(runs, pieces, p.columns, blocks_ * 8, x + t * size);
+        }
         kernels_->sums(*form_, blocks_, x + t * size, form_->zeros ? 1 : -form_->middle, sums + t * groups * kPixels);
     }
     for (int64_t r = row; r < row_end; r += kUnpacked) {

@@ -2,6 +2,8 @@
 // only a tile is laid out at a time, in the caches. Activations are rounded to int8 once, with a scale and a zero point for each
 // image; the weight's codes become bytes 32 rows at a time and meet a tile of pixels.
 //
+// Where patches share no value of the image (a vision transformer's) each tile is rounded from the image itself.
+//
 // A tile's activations lie [word of four columns][64 pixels][4], so that a vector is some pixels' next four columns, and four codes
 // of a row meet all of them at once. Sums are whole numbers until the end of a group of codes, which has a scale.
 #pragma once
@@ -108,6 +110,7 @@ class Convolution {
     struct Plan;
     void scales(const Plan& p, int64_t images, const float* known) const;
     void lay_out(const Plan& p, const float* x, int64_t images) const;
+    void lay_patches(const Plan& p, int64_t first, int64_t count, int8_t* out) const;
     void tiles(const Plan& p, int64_t images, const ConvolutionEnd& end, float* y) const;
     void bands(const Plan& p, const ConvolutionEnd& end, float* y, const RowsDone& then) const;
     void task(const Plan& p, int64_t first, int64_t end, int64_t group, int64_t row, int64_t row_end, const ConvolutionEnd& after,
@@ -129,14 +132,19 @@ class Convolution {
     // Whether the image is laid out in quads; and a small weight's bytes, in their order: unpacked once, [rows][32 blocks], with
     // scales and zero points as `unpack` gives them.
     bool quads_ = false;
+    // Whether patches share no value: a tile is then rounded from the image itself, without a copy of it.
+    bool apart_ = false;
     std::vector<uint8_t> held_;
+    // Whether of each 32 columns of the weight the even ones come first. Weights of patches that are held lie in their own order.
+    bool even_odd() const { return form_->even_odd && !(apart_ && !held_.empty()); }
     std::vector<float> held_scales_, held_zeros_;
     // How `tiles` shares out so many pixels among some threads, as the last call did.
     struct Shares {
-        int64_t pixels = 0, together = 1, rows = 1;  // tiles of a task; tasks that share the rows of a group
+        int64_t pixels = 0, each = kPixels, rows = 1;  // pixels of a task; tasks that share the rows of a group
         int threads = 0;
+        bool apart = false;
     };
-    Shares shares_of(int64_t pixels, int threads) const;
+    Shares shares_of(int64_t pixels, int threads, bool apart) const;
     mutable std::mutex mutex_;     // of `columns_` and `shares_`
     mutable std::shared_ptr<const Columns> columns_;
     mutable Shares shares_;

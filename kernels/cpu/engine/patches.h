@@ -45,7 +45,7 @@ struct Image {
         return false;
     }
 
-    // A row of codes [columns] into its phases.
+    // A row of codes [columns] into its phases. Some bytes beyond the codes are read.
     void spread(const int8_t* codes, int64_t columns, int8_t zero, int8_t* to) const {
         std::memset(to, zero, static_cast<size_t>(row));
         if (phases == 1) {
@@ -69,8 +69,10 @@ struct Image {
             return;
         }
 #endif
+        const int64_t whole = before[1] == 0 ? columns / phases : 0;  // without padding: pixels of so many columns
+        turn_bytes(codes, phases, whole, phases, phase, to);
         for (int64_t p = 0; p < phases; ++p) {
-            const int64_t first = first_of(p);
+            const int64_t first = std::max(first_of(p), whole);
             int8_t* line = to + p * phase + first;
             for (int64_t x = first * phases + p - before[1]; x < columns; x += phases) *line++ = codes[x];
         }
@@ -107,7 +109,7 @@ struct Image {
                 for (int64_t i = (first + count) * each; i < phase; ++i) line[i] = zero;
                 if (each == 4) copy_words(codes + x * channels + 4 * c, phases * channels, count, line + 4 * first);
             }
-            if (each == 1) turn_bytes(codes + x * channels, phases * channels, count, channels, lines + first);
+            if (each == 1) turn_bytes(codes + x * channels, phases * channels, count, channels, plane, lines + first);
         }
     }
 
@@ -164,7 +166,55 @@ struct Image {
         }
     }
 
+    // One row of a channel in neighbouring patches that share no value, `pixels` times `words` words of four codes, as that many words
+    // of a tile. even_odd: of each 32 columns the even ones come first; `words` is then a multiple of four. row: of the patches, counted
+    // through the channels.
+    static void rows_apart(const int8_t* codes, int64_t pixels, int64_t words, int64_t row, bool even_odd, int8_t* out) {
+        constexpr int64_t kWord = 4 * kPixels;
+        int64_t w = 0;
+        for (; w + 4 <= words; w += 4) {
+            // Of 16 columns, and the words that they are.
+            const int64_t first = row * words + w, half = first / 4 % 2;
+            int8_t* to = out + (even_odd ? first / 8 * 8 + 2 * half : first) * kWord;
+            const int64_t skip = even_odd ? 4 * kWord : 2 * kWord;  // to the second two
+            int64_t p = 0;
+            for (; pixels >= 4 && p < pixels; p += 4) {
+                const int64_t at = std::min(p, pixels - 4);  // the last ones overlap
+                four_words(codes + 4 * (at * words + w), 4 * words, even_odd, to + 4 * at, to + skip + 4 * at);
+            }
+            for (; p < pixels; ++p)
+                for (int k = 0; k < 16; ++k) {
+                    const int at = even_odd ? k % 2 * 8 + k / 2 : k;
+                    to[at / 8 * skip + at / 4 % 2 * kWord + 4 * p + at % 4] = codes[4 * (p * words + w) + k];
+                }
+        }
+        for (; w < words; ++w) copy_words(codes + 4 * w, 4 * words, pixels, out + (row * words + w) * kWord);
+    }
+
   private:
+    // 16 bytes of four pixels, as four words of a tile: two at `a` and two at `b`.
+    static void four_words(const int8_t* from, int64_t stride, bool even_odd, int8_t* a, int8_t* b) {
+        constexpr int64_t kWord = 4 * kPixels;
+#if NSTF_X86
+        __m128i v[4];
+        for (int i = 0; i < 4; ++i) {
+            v[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stride));
+            if (even_odd) v[i] = _mm_packus_epi16(_mm_and_si128(v[i], _mm_set1_epi16(0xff)), _mm_srli_epi16(v[i], 8));
+        }
+        const auto store = [](int8_t* to, __m128i x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); };
+        const __m128i t0 = _mm_unpacklo_epi32(v[0], v[1]), t1 = _mm_unpacklo_epi32(v[2], v[3]);
+        const __m128i t2 = _mm_unpackhi_epi32(v[0], v[1]), t3 = _mm_unpackhi_epi32(v[2], v[3]);
+        store(a, _mm_unpacklo_epi64(t0, t1)), store(a + kWord, _mm_unpackhi_epi64(t0, t1));
+        store(b, _mm_unpacklo_epi64(t2, t3)), store(b + kWord, _mm_unpackhi_epi64(t2, t3));
+#else
+        for (int i = 0; i < 4; ++i, from += stride, a += 4, b += 4) {
+            int8_t v[16];
+            for (int k = 0; k < 16; ++k) v[even_odd ? k % 2 * 8 + k / 2 : k] = from[k];
+            std::memcpy(a, v, 4), std::memcpy(a + kWord, v + 4, 4), std::memcpy(b, v + 8, 4), std::memcpy(b + kWord, v + 12, 4);
+        }
+#endif
+    }
+
     // The first place of a phase that is no padding.
     int64_t first_of(int64_t p) const { return (std::max<int64_t>(before[1] - p, 0) + phases - 1) / phases; }
 
@@ -173,26 +223,27 @@ struct Image {
         for (int64_t i = 0; i < count; ++i) std::memcpy(to + 4 * i, from + i * stride, 4);
     }
 
-    // `count` pixels, `stride` bytes from one to the next, with their channels: to the channels' lines, a plane from one to the next.
-    void turn_bytes(const int8_t* codes, int64_t stride, int64_t count, int64_t channels, int8_t* to) const {
+    // `count` pixels, `stride` bytes from one to the next, with their channels: to the channels' lines, `lines` bytes from one to the
+    // next.
+    static void turn_bytes(const int8_t* codes, int64_t stride, int64_t count, int64_t channels, int64_t lines, int8_t* to) {
 #if NSTF_X86
         constexpr int64_t kSide = 16;
         if (count >= kSide) {
             for (int64_t c = 0; c < channels; c += kSide)
                 for (int64_t x = 0; x < count; x += kSide) {
                     const int64_t at = std::min(x, count - kSide);  // the last ones overlap
-                    turn_block(codes + at * stride + c, stride, std::min(kSide, channels - c), to + c * plane + at);
+                    turn_block(codes + at * stride + c, stride, std::min(kSide, channels - c), lines, to + c * lines + at);
                 }
             return;
         }
 #endif
         for (int64_t x = 0; x < count; ++x)
-            for (int64_t c = 0; c < channels; ++c) to[c * plane + x] = codes[x * stride + c];
+            for (int64_t c = 0; c < channels; ++c) to[c * lines + x] = codes[x * stride + c];
     }
 
 #if NSTF_X86
-    // 16 pixels of 16 channels, of which `lines` are written.
-    void turn_block(const int8_t* from, int64_t stride, int64_t lines, int8_t* to) const {
+    // 16 pixels of 16 channels, of which `count` are written.
+    static void turn_block(const int8_t* from, int64_t stride, int64_t count, int64_t lines, int8_t* to) {
         __m128i a[16], b[16];
         for (int i = 0; i < 16; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stride));
         // Four times: the first half of the vectors in turn with the second.
@@ -203,7 +254,7 @@ struct Image {
             }
         };
         mix(a, b), mix(b, a), mix(a, b), mix(b, a);
-        for (int64_t i = 0; i < lines; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * plane), a[i]);
+        for (int64_t i = 0; i < count; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * lines), a[i]);
     }
 #endif
 
