@@ -350,6 +350,15 @@ class Session:
         """What a calibration of this job is stored under; how many threads made it is not part of that."""
         return content_key(**{name: value for name, value in self.job.items() if name != "threads"})
 
+    def check_datasets(self) -> None:
+        """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it
+        would stand there for the other."""
+        for dataset, before in zip(self.options.datasets, self.job["datasets"], strict=True):
+            if texts.fingerprint(dataset) != before:
+                raise UsageError(
+                    f"the dataset {dataset} changed while it was read: run again when it is complete"
+                )
+
     def _identity(self) -> dict[str, Any]:
         options = self.options
         calibration = options.calibration

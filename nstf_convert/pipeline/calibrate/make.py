@@ -254,6 +254,7 @@ def inputs_of(session: "Session", model: StreamedModel) -> inputs.Data:
     """What a new calibration reads. Raises UsageError where there is nothing."""
     if session.data is None:
         session.data = _data(session, model)
+        session.check_datasets()
     return session.data
 
 

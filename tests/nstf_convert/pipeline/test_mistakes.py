@@ -5,6 +5,7 @@ import torch
 
 from nstf.errors import CorruptError, UsageError
 from nstf_convert.pipeline import convert
+from nstf_convert.pipeline.calibrate import make
 
 
 def test_a_dataset_that_is_too_short_leaves_no_work_directory(options, tmp_path) -> None:
@@ -25,6 +26,26 @@ def test_a_work_directory_that_was_asked_for_is_kept_and_unlocked(options, tmp_p
         with pytest.raises(UsageError, match="has 1 tokens"):
             convert(options(("ratio", 0.6), datasets=(str(text),), work_dir=work))
     assert (work / "job.json").exists()
+
+
+def test_a_dataset_that_changes_while_it_is_read_is_no_calibration_of_either(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    """The work directory named the text that was there first, and held the statistics of the other."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(small.text.read_text())
+    real = make.inputs.text_data
+
+    def late(*given):
+        (folder / "b.txt").write_text("kab " * 3000)
+        return real(*given)
+
+    monkeypatch.setattr(make.inputs, "text_data", late)
+    chosen = options(("ratio", 0.6), datasets=(str(folder),))
+    with pytest.raises(UsageError, match="texts changed while it was read"):
+        convert(chosen)
+    assert not chosen.output.with_name(chosen.output.name + ".work").exists()
 
 
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
