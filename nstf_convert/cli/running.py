@@ -87,7 +87,9 @@ def _interrupts() -> Iterator[threading.Event]:
 
     def unraised(found: sys.UnraisableHookArgs) -> None:
         if issubclass(found.exc_type, KeyboardInterrupt):
-            again = threading.Timer(0.01, _thread.interrupt_main)  # not here: nothing is raised out of this, either
+            again = threading.Timer(
+                0.01, _thread.interrupt_main
+            )  # not here: nothing is raised out of this, either
             again.daemon = True
             again.start()
         else:

@@ -88,8 +88,8 @@ def serve(
     service = Service(
         artifact,
         ServeOptions(
-            clean(name or artifact.stem), parallel, queue, context, max_tokens, threads, kv_cache, exact, reproducible,
-            prefix_reuse, device, kernels, template, attention,
+            clean(name or "") or clean(artifact.stem), parallel, queue, context, max_tokens, threads, kv_cache, exact,
+            reproducible, prefix_reuse, device, kernels, template, attention,
         ),
     )  # fmt: skip
     if service.note is not None:

@@ -144,8 +144,8 @@ def test_merging_into_the_encoded_base_is_refused(tiny: ModuleType, tmp_path: Pa
 
 
 def test_oft_is_not_merged_into_a_copy_and_comes_off(tiny: ModuleType, tmp_path: Path) -> None:
-    """OFT writes through `weight.data`: the write was lost, and the adapter taken for merged. Taking one off, of any kind but
-    LoRA, was an AttributeError."""
+    """OFT writes through `weight.data`: the write was lost, and the adapter taken for merged. Taking one off, of any kind
+    but LoRA, was an AttributeError."""
     base = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
     ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
     before = base(ids).logits
