@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from nstf.errors import NstfError, UsageError
+from nstf.runtime.artifact.atomic_file import disk_fault
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import clean
@@ -133,7 +134,8 @@ def read_text(file: Path, option: str) -> str:
             found = opened.read(MOST_TEXT + 1)
         text = found.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {file}: cannot be read ({clean(error)})") from error
+        kind = NstfError if disk_fault(error) else UsageError
+        raise kind(f"{option} {file}: cannot be read ({clean(error)})") from error
     if len(found) > MOST_TEXT:
         raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
     return text

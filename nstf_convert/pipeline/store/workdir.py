@@ -108,10 +108,15 @@ class WorkDir:
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 self._lock.close()
                 raise UsageError(
                     f"work directory {path} is in use by another conversion: wait, or choose another work directory"
+                ) from error
+            except OSError as error:  # a file system without locks
+                self._lock.close()
+                raise NstfError(
+                    f"work directory {path} cannot be locked ({error.strerror}): choose one on another disk"
                 ) from error
             if os.fstat(self._lock.fileno()).st_nlink:
                 break

@@ -291,3 +291,15 @@ def test_a_job_that_the_disk_does_not_give_is_no_reason_to_remove_it(
     with pytest.raises(NstfError, match=r"job.json cannot be read \(Input/output error\): check") as error:
         WorkDir(tmp_path, JOB)
     assert error.value.exit_code == 1
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(NstfError, match=r"cannot be locked \(No locks available\)") as error:
+        WorkDir(tmp_path, JOB)
+    assert error.value.exit_code == 1
