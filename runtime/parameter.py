@@ -220,7 +220,7 @@ class LazyWeight(_ReadOnly):
 class _View(_ReadOnly):
     """What stands for a part of a LazyWeight (`w.data`, `w[0]`, `w.t()`): a write to it would be lost, too."""
 
-    values: Tensor
+    part: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "_View":
@@ -228,14 +228,14 @@ class _View(_ReadOnly):
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device,
             requires_grad=False,
         )  # fmt: skip
-        view.values = values
+        view.part = values
         return view
 
     def decoded(self) -> Tensor:
-        return self.values
+        return self.part
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.values)
+        return repr(self.part)
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

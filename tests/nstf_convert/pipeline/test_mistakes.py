@@ -1,5 +1,7 @@
 """A mistake in the input leaves nothing behind, so that its correction is not taken for another session."""
 
+import json
+
 import pytest
 import torch
 
@@ -46,6 +48,14 @@ def test_a_dataset_that_changes_while_it_is_read_is_no_calibration_of_either(
     with pytest.raises(UsageError, match="texts changed while it was read"):
         convert(chosen)
     assert not chosen.output.with_name(chosen.output.name + ".work").exists()
+
+
+def test_a_dataset_whose_name_is_no_text_is_converted_on(options, small, tmp_path) -> None:
+    """Any name beyond ASCII where the locale is C. All was done, and the file could not be written."""
+    text = tmp_path / "t\udcff.txt"
+    text.write_bytes(small.text.read_bytes())
+    done = convert(options(("ratio", 0.6), datasets=(str(text),)))
+    assert done.output.exists() and "t\\udcff.txt" in json.dumps(done.report).replace("\\\\", "\\")
 
 
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
