@@ -22,8 +22,9 @@ from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf_convert.place.costs import Matrix
 from nstf_convert.place.machine import Device
 from nstf_convert.speed.atoms import atoms_of
-from nstf_convert.speed.model import work_of
+from nstf_convert.speed.model import FEW_ROWS, work_of
 
+_FAMILIES = ("cuda", "hip", "avx2", "avx512", "neon")
 # Rows up to which decoding and multiplying follow each other.
 _SERIAL_ROWS = 64
 # Rows for which trellis codes are decoded once; for each further so many it is done again; and rows beyond which blocks are
@@ -37,11 +38,13 @@ Measured = Callable[[Device, Sequence[Matrix], int, int], Sequence[float] | None
 
 @dataclass(frozen=True)
 class Leaf:
-    """A stored leaf of a matrix: bytes, weights, and by family of processors what decoding them takes."""
+    """A stored leaf of a matrix: bytes, weights, and by family of processors what decoding them takes, for up to FEW_ROWS
+    rows of activations and for more."""
 
     size_bytes: float
     weights: float
     work: Mapping[str, float]
+    work_of_many: Mapping[str, float]
     trellis: bool
 
 
@@ -107,8 +110,11 @@ class Products:
             found = []
             for atom, times in atoms_of(matrix.tree, shape, matrix.lead):
                 weights = times * atom.rows * atom.cols
-                work = {f: weights * work_of(atom.leaf, f) for f in ("cuda", "hip", "avx2", "avx512", "neon")}
-                found.append(Leaf(times * atom.size_bytes, weights, work, atom.leaf.kind == "trellis"))
+                few, many = (
+                    {f: weights * work_of(atom.leaf, f, rows) for f in _FAMILIES}
+                    for rows in (FEW_ROWS, FEW_ROWS + 1)
+                )
+                found.append(Leaf(times * atom.size_bytes, weights, few, many, atom.leaf.kind == "trellis"))
             self._leaves[matrix.key] = tuple(found)
         return self._leaves[matrix.key]
 
@@ -117,7 +123,8 @@ def _leaf_seconds(device: Device, leaf: Leaf, share: float, rows: float) -> floa
     """Without the launch."""
     read = share * leaf.size_bytes / device.read_rate
     rate = vector_rate(device)
-    decode = share * leaf.work[family_of(device)] / rate if rate else 0.0
+    work = leaf.work if rows <= FEW_ROWS else leaf.work_of_many
+    decode = share * work[family_of(device)] / rate if rate else 0.0
     compute = (
         2.0
         * max(0.0, rows - 1)

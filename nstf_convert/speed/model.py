@@ -55,7 +55,9 @@ _CYCLES = {
 _INT = {2: 5.3, 3: 7.4, 4: 4.7, 5: 8.0, 6: 8.4, 7: 10.0, 8: 8.0}
 # Small groups and zero points on top of them [h].
 _SMALL_GROUP, _ZEROS = 1.0, 0.8
-# Symmetric integers that kernels/triton/int_groups.py multiplies, and groups of 32 on top [h].
+# Rows of activations up to which kernels/triton/int_groups.py multiplies symmetric integers; their price, and groups of 32
+# on top [h].
+FEW_ROWS = 2
 _GROUPED, _SMALLEST_GROUP = {2: 3.8, 3: 4.8, 4: 4.9}, 0.5
 # Of a launch: what turning the activations of a rotated matrix takes [h].
 _TURNING = 0.5
@@ -82,12 +84,12 @@ def seconds(target: Target, atom: Atom) -> float:
     return launches * card.launch_s + max(read, work / card.vector_rate)
 
 
-def work_of(leaf: Node, family: str) -> float:
+def work_of(leaf: Node, family: str, rows: int = 1) -> float:
     """What decoding and multiplying one weight takes: cycles of a core on CPUs (`avx2`, `avx512`, `neon`), instructions of a
-    lane on GPUs (`cuda`, `hip`)."""
+    lane on GPUs (`cuda`, `hip`). rows: of activations, which decide about the kernel."""
     if family in _CYCLES:
         return _CYCLES[family][_kind(leaf, wide=5)]
-    return _instructions(leaf, family == "hip")
+    return _instructions(leaf, family == "hip", rows)
 
 
 def _kind(leaf: Node, wide: int) -> str:
@@ -99,10 +101,10 @@ def _kind(leaf: Node, wide: int) -> str:
     return {"grid": "grid", "mxfp4": "grid", "shuffle": "shuffle"}.get(leaf.kind, "float")
 
 
-def _instructions(leaf: Node, amd: bool) -> float:
+def _instructions(leaf: Node, amd: bool, rows: int) -> float:
     """Lane instructions of a GPU for a weight."""
     params = leaf.params
-    if leaf.kind == "int" and not amd and _in_groups(params):
+    if leaf.kind == "int" and not amd and rows <= FEW_ROWS and _in_groups(params):
         return _GROUPED[params.bits] + (_SMALLEST_GROUP if params.group < 64 else 0.0)
     if leaf.kind == "int":
         found = _INT[params.bits]

@@ -89,20 +89,18 @@ def test_what_is_no_language_model_is_refused() -> None:
         )
 
 
-# Microseconds on an H200 by rows of activations, 28672 x 8192 (docs/gpu_speed.md).
+# Microseconds on an H200 by rows of activations, 28672 x 8192 (docs/gpu_speed.md). Trellis codes for few rows are priced by
+# whole tokens, below: turned activations and launches between them are part of those.
 MEASURED = {
     "int4": {1: 36.6, 8: 40.9, 16: 51.2, 64: 87.8, 128: 104.8, 256: 157.2, 1024: 625, 4096: 2764},
-    "int3": {1: 55.3, 16: 78.6, 64: 92.7, 256: 179.4},
+    "int3": {1: 34.0, 16: 78.6, 64: 92.7, 256: 179.4},
     "int8": {1: 60.6, 16: 78.0, 256: 185.1},
     "bf16": {1: 110.0, 256: 174.0},
-    "trellis2": {1: 46.8, 4: 47.4, 16: 71.0, 64: 206.0, 256: 387.0},
-    "trellis3": {1: 52.3, 16: 71.9, 64: 221.0, 256: 387.0},
+    "trellis2": {64: 206.0, 256: 387.0},
+    "trellis3": {64: 221.0, 256: 387.0},
 }
 
 
-@pytest.mark.xfail(
-    strict=False, reason="prices moved with int_groups; int3 and trellis rows are of older kernels"
-)
 @pytest.mark.parametrize("encoding", MEASURED)
 def test_products_are_predicted_within_a_fifth_of_what_an_h200_took(encoding: str) -> None:
     device, shape = read_machine("h200x1").devices[0], (28672, 8192)
@@ -113,24 +111,27 @@ def test_products_are_predicted_within_a_fifth_of_what_an_h200_took(encoding: st
 
 
 @pytest.mark.parametrize(
-    ("encoding", "batch", "milliseconds"),
+    ("encoding", "batch", "milliseconds", "within"),
     [
-        ("int4", 1, 1.79),
-        ("int4", 4, 1.89),
-        ("int4", 8, 1.98),
-        ("bf16", 1, 4.41),
-        ("bf16", 4, 4.47),
-        ("bf16", 8, 4.53),
+        ("int4", 1, 1.79, 0.05),
+        ("int4", 4, 1.89, 0.05),
+        ("int4", 8, 1.98, 0.05),
+        ("bf16", 1, 4.41, 0.05),
+        ("bf16", 4, 4.47, 0.05),
+        ("bf16", 8, 4.53, 0.05),
+        ("trellis3", 1, 2.59, 0.05),  # measured with the head in int4
+        ("int3", 1, 1.61, 0.2),
+        ("int2", 1, 1.38, 0.2),
     ],
 )
 def test_steps_of_a_whole_model_are_predicted_as_an_h200_took_them(
-    encoding: str, batch: int, milliseconds: float
+    encoding: str, batch: int, milliseconds: float, within: float
 ) -> None:
     """docs/gpu_speed.md, "Whole model": the shape of an 8B model, prompts of 128 tokens, 128 decoded."""
     model = of_config("8b", json.loads((SHAPES / "dense-8b.json").read_text()), encoding)
     predictor = Predictor(model, Fabric(read_machine("h200x1")), Load(batch=batch, context=192))
     found = predictor.predict(Plan(Layout(), (Stage(((0,),), 0, 32),)))
-    assert 1e3 * found.step_s == pytest.approx(milliseconds, rel=0.05)
+    assert 1e3 * found.step_s == pytest.approx(milliseconds, rel=within)
     assert found.links_share == found.idle_share == 0
 
 
