@@ -200,9 +200,9 @@ def _given(session: "Session", path: Path) -> TensorFile:
 
 def file_digest(path: Path) -> str:
     """The SHA-256 of a calibration file. Raises UsageError when there is none."""
-    if not path.is_file():
-        raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
     try:
+        if not path.is_file():
+            raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

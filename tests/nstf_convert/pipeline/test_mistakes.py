@@ -1,11 +1,13 @@
 """A mistake in the input leaves nothing behind, so that its correction is not taken for another session."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from nstf.errors import CorruptError, UsageError
+from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline.calibrate import make
 
@@ -87,6 +89,24 @@ def test_a_file_that_is_no_calibration_is_not_called_worth_deleting(options, sma
     with pytest.raises(CorruptError, match=r"not a calibration file.*`nstf calibrate`") as caught:
         convert(options(("ratio", 0.6), calibration=weights))
     assert "delete" not in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["is_file", "open"])
+def test_a_calibration_file_that_cannot_be_read_is_no_damaged_one(
+    options, tmp_path, monkeypatch, call
+) -> None:
+    path, real = tmp_path / "given.safetensors", getattr(Path, call)
+    path.write_bytes(b"x")
+
+    def fails(file, *how, **more):
+        if file == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real(file, *how, **more)
+
+    monkeypatch.setattr(Path, call, fails)
+    with pytest.raises(NstfError, match=r"given.safetensors cannot be read \(Permission denied\)") as error:
+        convert(options(("ratio", 0.6), calibration=path))
+    assert error.value.exit_code == 1
 
 
 def test_errors_of_the_library_say_what_an_option_means_and_name_no_flag(options, tmp_path) -> None:
