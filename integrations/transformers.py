@@ -20,7 +20,7 @@ import transformers
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.runtime import citizen, folder
 from nstf.runtime.artifact import Artifact
 
@@ -131,6 +131,8 @@ def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
     from nstf.runtime import load
 
     model: Any = load(artifact.path, engine="off")
+    if artifact.again() is None:  # what is open is the older one, and its tokenizer is not the model's
+        raise NstfError(f"{artifact.path}: another file took its place while it was exported; export again")
     if not isinstance(model, citizen.EncodedModel):
         raise UnsupportedError(f"{artifact.path}: transformers saves no {type(model).__name__}")
     for name in artifact.file_names():

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,9 +66,9 @@ def fingerprint(path: str | Path) -> str:
     is_arrays = root.is_file() and root.suffix.lower() == ".safetensors"
     for file in [root] if is_arrays else _files(root):
         name = "" if file == root else file.relative_to(root).as_posix()
-        size = file.stat().st_size
-        digest.update(f"{len(name)}:{name}:{size}:".encode())
         with _read_errors(file), file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest.update(f"{len(name)}:{name}:{size}:".encode())
             if size > 2 * FINGERPRINT_SAMPLE:
                 digest.update(stream.read(FINGERPRINT_SAMPLE))
                 stream.seek(size - FINGERPRINT_SAMPLE)
@@ -133,9 +134,10 @@ def _located(path: str | Path) -> Path:
 def _files(root: Path) -> list[Path]:
     if root.is_dir():
         with _read_errors(root):
+            found = (Path(at) / name for at, _, names in os.walk(root, onerror=_raise) for name in names)
             files = sorted(
                 p
-                for p in root.rglob("*")
+                for p in found
                 if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
             )
         if not files:
@@ -148,6 +150,10 @@ def _files(root: Path) -> list[Path]:
     return [root]
 
 
+def _raise(error: OSError) -> None:
+    raise error  # a folder that is passed over is text that is missing
+
+
 @contextmanager
 def _read_errors(file: Path) -> Iterator[None]:
     """Names the file that the machine could not read."""
@@ -156,7 +162,7 @@ def _read_errors(file: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise NstfError(
-            f"the dataset {file} cannot be read ({reason}); check permissions and disk"
+            f"the dataset {error.filename or file} cannot be read ({reason}); check permissions and disk"
         ) from error
 
 
@@ -238,6 +244,11 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
             raise NstfError(
                 f"not enough memory to read the dataset {file}; free some, or raise its limit"
             ) from error
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # pyarrow has one without for what is damaged
+            with _read_errors(file):
+                raise
         text = " ".join(str(error).split())[:120]
         raise UsageError(f"the dataset {file} cannot be read as parquet ({text}); write it again") from error
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nstf.errors import UnsupportedError
 from nstf.kernels.convolution import Geometry, convolve
 from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.memo import per_encoded
 from nstf.runtime import operators
 from nstf.runtime.experts import EncodedExperts
 from nstf.runtime.gradient import linear
-from nstf.runtime.parameter import EncodedParameter, LazyWeight, embedding
+from nstf.runtime.parameter import READ_ONLY, EncodedParameter, LazyWeight, embedding
 
 SUFFIX = "_encoded"
 
@@ -207,7 +208,14 @@ def _lazy_property(name: str) -> property:
         lazy: LazyWeight = stored.lazy()
         return lazy
 
-    return property(get, doc=f"`{name}`, decoded by the operations it takes part in.")
+    def put(
+        self: nn.Module, value: object
+    ) -> None:  # PEFT puts a module's own weight into it where it takes an adapter off
+        stored: Any = self._modules[name + SUFFIX]
+        if not isinstance(value, LazyWeight) or value.source is not stored.encoded:
+            raise UnsupportedError(READ_ONLY)
+
+    return property(get, put, doc=f"`{name}`, decoded by the operations it takes part in.")
 
 
 def dense_parameter(values: Tensor, dtype: torch.dtype) -> nn.Parameter:

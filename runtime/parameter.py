@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nstf.errors import UnsupportedError
 from nstf.kernels.formats import EncodedTensor, Node, decode
@@ -148,10 +148,51 @@ def _buffer_name(path: str) -> str:
     return path.replace(".", "/")
 
 
-class LazyWeight(Tensor):
+class _ReadOnly(Tensor):
+    """A tensor that operations read as what `decoded` gives. Writing to it raises UnsupportedError: it would be lost."""
+
+    def decoded(self) -> Tensor:
+        """The values."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shortcut = _SHORTCUTS.get(func)
+        if shortcut is not None:
+            result = shortcut(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        # A method wrapper is made anew at each access: equal, not the same.
+        if func in (_SET_DATA, Tensor.__setitem__) and isinstance(args[0], _ReadOnly):
+            raise UnsupportedError(READ_ONLY)
+        if func in _OF_STORAGE:
+            args = tuple(a.decoded() if isinstance(a, _ReadOnly) else a for a in args)
+        # Not super(): that would turn the dense result into a LazyWeight again.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable and _writes_to_lazy(func, args, kwargs or {}):
+            raise UnsupportedError(READ_ONLY)
+
+        def dense(value: Any) -> Any:
+            return value.decoded() if isinstance(value, _ReadOnly) else value
+
+        found = func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+        if not any(returned.alias_info is not None for returned in func._schema.returns):
+            return found
+        return tree_map(lambda value: _View(value) if isinstance(value, Tensor) else value, found)
+
+
+class LazyWeight(_ReadOnly):
     """The decoded value of an encoded tensor, as far as anyone asks; never stored.
 
-    Gradients go through it to activations, not into it. Writing to it raises UnsupportedError: it would be lost.
+    Gradients go through it to activations, not into it.
     """
 
     source: EncodedTensor
@@ -172,52 +213,50 @@ class LazyWeight(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return decode(self.source, self.dtype)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        shortcut = _SHORTCUTS.get(func)
-        if shortcut is not None:
-            result = shortcut(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        # A method wrapper is made anew at each access: equal, not the same.
-        if func == _SET_DATA and isinstance(args[0], LazyWeight):
-            raise UnsupportedError(_READ_ONLY)
-        # Not super(): that would turn the dense result into a LazyWeight again.
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func._schema.is_mutable and _writes_to_lazy(func, args, kwargs or {}):
-            raise UnsupportedError(_READ_ONLY)
-
-        def dense(value: Any) -> Any:
-            return value.decoded() if isinstance(value, LazyWeight) else value
-
-        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyWeight({self.source.tree.kind}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
+class _View(_ReadOnly):
+    """What stands for a part of a LazyWeight (`w.data`, `w[0]`, `w.t()`): a write to it would be lost, too."""
+
+    part: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "_View":
+        view: _View = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device,
+            requires_grad=False,
+        )  # fmt: skip
+        view.part = values
+        return view
+
+    def decoded(self) -> Tensor:
+        return self.part
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.part)
+
+
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_READ_ONLY = (
+# Methods that read the storage, which only what is decoded has.
+_OF_STORAGE = (
+    Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__deepcopy__,
+    Tensor.__reduce_ex__, Tensor.__dlpack__,
+)  # fmt: skip
+READ_ONLY = (
     "an encoded weight cannot be written to: it stays as the file holds it. To merge an adapter or to train the "
     "weights themselves, decode the model first: nstf export model.nstf -o folder"
 )
 
 
 def _writes_to_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation changes one of its arguments that is a LazyWeight."""
+    """Whether an operation changes one of its arguments that stands for encoded values, or one of a list of them."""
     given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
     return any(
         argument.alias_info is not None
         and argument.alias_info.is_write
-        and isinstance(given.get(argument.name), LazyWeight)
+        and any(isinstance(value, _ReadOnly) for value in tree_leaves(given.get(argument.name)))
         for argument in func._schema.arguments
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, no_place
 from nstf.kernels.triton.aot import DTYPES, Compiled, gpu_target, require_triton, source
 from nstf.kernels.triton.architecture import Architecture, architecture
 from nstf.kernels.triton.spec import KernelSpec
@@ -110,7 +110,11 @@ def read(path: str | os.PathLike[str]) -> SideFile:
             raise UsageError(f"{where}: no regular file of at most {MAX_BYTES} bytes; give a {SUFFIX} file")
         data = where.read_bytes()
     except OSError as error:
-        raise UsageError(f"{where}: cannot be read ({error.strerror}); give a {SUFFIX} file") from error
+        mistake = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError) or no_place(
+            error
+        )
+        kind = UsageError if mistake else NstfError
+        raise kind(f"{where}: cannot be read ({error.strerror}); give a {SUFFIX} file") from error
     except ValueError as error:  # a NUL, or half of a pair of surrogates
         raise UsageError(f"{str(where)!a}: no file can have such a name") from error
     return parse(data, where)
@@ -126,8 +130,15 @@ def parse(data: bytes, where: object) -> SideFile:
         arrays = safetensors.torch.load(data)
         (size,) = struct.unpack("<Q", data[:8])
         outer = json.loads(data[8 : 8 + size])
-        header = json.loads(outer.get("__metadata__", {})[_KEY])
-    except (safetensors.SafetensorError, ValueError, KeyError, struct.error, RecursionError) as error:
+        header = json.loads(outer["__metadata__"][_KEY])
+    except (
+        safetensors.SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        struct.error,
+        RecursionError,
+    ) as error:
         raise CorruptError(f"{where}: not a file of compiled kernels; {again}") from error
     if not isinstance(header, dict):
         raise CorruptError(f"{where}: its header is not an object; {again}")

@@ -1,6 +1,5 @@
 """Opening the files that a checkpoint names: only regular files of its own folder."""
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, no_place
+from nstf.runtime.artifact.atomic_file import disk_fault
 
 # Tensors are read in parts of this size, so many side by side.
 PART_BYTES = 16 << 20
@@ -108,8 +108,8 @@ def open_regular(path: Path) -> BinaryIO:
     except ValueError as error:  # a NUL, or half of a pair of surrogates
         raise UsageError(f"{str(path)!a}: no file can have such a name") from error
     except OSError as error:
-        # A disk that fails is no mistake of whoever gave the path.
-        kind = NstfError if error.errno == errno.EIO else UsageError
+        # A disk that fails is no mistake of whoever gave the path, nor are too many open files.
+        kind = NstfError if disk_fault(error) else UsageError
         raise kind(f"{path} cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

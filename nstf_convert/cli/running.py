@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import io
 import os
@@ -79,8 +80,20 @@ def _flushed(code: int) -> int:
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
     """Set once Ctrl-C was pressed. A library may catch the KeyboardInterrupt and raise something else: torch takes one that
-    comes while it makes a tensor of a storage for a wrong type."""
+    comes while it makes a tensor of a storage for a wrong type. One that comes in a finaliser, out of which nothing is
+    raised, is pressed again: Python would print it and go on."""
     pressed = threading.Event()
+    said = sys.unraisablehook
+
+    def unraised(found: sys.UnraisableHookArgs) -> None:
+        if issubclass(found.exc_type, KeyboardInterrupt):
+            again = threading.Timer(
+                0.01, _thread.interrupt_main
+            )  # not here: nothing is raised out of this, either
+            again.daemon = True
+            again.start()
+        else:
+            said(found)
 
     def handle(number: int, frame: FrameType | None) -> None:
         pressed.set()
@@ -91,9 +104,11 @@ def _interrupts() -> Iterator[threading.Event]:
         yield pressed
         return
     signal.signal(signal.SIGINT, handle)
+    sys.unraisablehook = unraised
     try:
         yield pressed
     finally:
+        sys.unraisablehook = said
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

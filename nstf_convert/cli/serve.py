@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from nstf.errors import NstfError, UsageError
+from nstf.runtime.artifact.atomic_file import disk_fault
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import clean
@@ -88,8 +89,8 @@ def serve(
     service = Service(
         artifact,
         ServeOptions(
-            clean(name or artifact.stem), parallel, queue, context, max_tokens, threads, kv_cache, exact, reproducible,
-            prefix_reuse, device, kernels, template, attention,
+            clean(name or "") or clean(artifact.stem), parallel, queue, context, max_tokens, threads, kv_cache, exact,
+            reproducible, prefix_reuse, device, kernels, template, attention,
         ),
     )  # fmt: skip
     if service.note is not None:
@@ -135,7 +136,8 @@ def read_text(file: Path, option: str) -> str:
             raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
         return found.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{option} {file}: cannot be read ({clean(error)})") from error
+        kind = NstfError if disk_fault(error) else UsageError
+        raise kind(f"{option} {file}: cannot be read ({clean(error)})") from error
 
 
 def _say(text: str) -> None:

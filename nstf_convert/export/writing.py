@@ -20,6 +20,8 @@ from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).
 MARK = "- nstf"
+# How a card beside a single file ends: it describes, and nothing reads it.
+CARD = ".md"
 # A file in every hidden folder while it is written, so that one of a like name that is not ours is never taken for it.
 UNFINISHED = ".nstf-unfinished"
 
@@ -65,7 +67,7 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
     """A hidden folder that becomes `output` when the block ends well, and vanishes when it does not.
 
     single_file: its files move beside `output`, that named `output.name` last: whoever sees it sees all. Raises UsageError
-    where one of them is there already, without overwrite.
+    where one of them is there already, without overwrite; an older `output` is never beside weights that are not its own.
     """
     # Where a link leads: the data stays on the disk that it points to, and the link stays.
     output = output.resolve()
@@ -86,8 +88,7 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             if taken and not overwrite:
                 raise UsageError(f"{output.with_name(taken[0])} exists: give another output, or `overwrite`")
             _sync(partial)
-            for file in sorted(files, key=lambda f: f.name == output.name):
-                file.replace(output.with_name(file.name))
+            _replace_files(files, output)
             _remove(partial)
         else:
             _sync(partial)
@@ -157,6 +158,21 @@ def _remove_stale(output: Path) -> None:
                 _remove(leftover)
             finally:
                 os.close(descriptor)
+
+
+def _replace_files(files: list[Path], output: Path) -> None:
+    """Moves files beside `output`, that named `output.name` last. An older one goes first where others hold its weights: a
+    kill in between leaves none of that name, and no graph with the weights of another."""
+    parts = [f for f in files if f.name != output.name]
+    if any(f.suffix != CARD and output.with_name(f.name).exists() for f in parts):
+        output.unlink(missing_ok=True)
+        _sync(output.parent)
+    for file in parts:
+        file.replace(output.with_name(file.name))
+    _sync(output.parent)
+    for file in files:
+        if file not in parts:
+            file.replace(output)
 
 
 def _replace_folder(partial: Path, output: Path) -> None:

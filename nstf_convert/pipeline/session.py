@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -179,10 +178,10 @@ class Session:
             self.helpers.close()
             self.beside.close()
             self.work.drop_pieces()
-        self._opened.close()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
-        if useless and self.options.work_dir is None and not self.helper:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if useless and self.options.work_dir is None and not self.helper and hasattr(self, "work"):
+            self.work.useless = True
+        self._opened.close()
 
     @property
     def threads(self) -> int:
@@ -344,7 +343,21 @@ class Session:
             "calibration": None if options.calibration is None else str(options.calibration),
         }
         restart = options.restart and not self.helper
-        return WorkDir(self._folder, self._identity(), self.helper, names, restart)
+        self.job = self._identity()
+        return WorkDir(self._folder, self.job, self.helper, names, restart)
+
+    def job_key(self) -> str:
+        """What a calibration of this job is stored under; how many threads made it is not part of that."""
+        return content_key(**{name: value for name, value in self.job.items() if name != "threads"})
+
+    def check_datasets(self) -> None:
+        """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it
+        would stand there for the other."""
+        for dataset, before in zip(self.options.datasets, self.job["datasets"], strict=True):
+            if texts.fingerprint(dataset) != before:
+                raise UsageError(
+                    f"the dataset {dataset} changed while it was read: run again when it is complete"
+                )
 
     def _identity(self) -> dict[str, Any]:
         options = self.options
@@ -374,9 +387,10 @@ class Session:
         if size > EXPAND_BYTES or plain or self.machine.on_gpu:
             return self.checkpoint.get
         path = self.work.path / "float32.safetensors"
-        if undamaged(path, key=path.name) is None:
+        key = f"{path.name} of {self.checkpoint.fingerprint()}"
+        if undamaged(path, key=key) is None:
             with self.stages.stage("expand"), TensorFileWriter(path) as writer:
-                writer.metadata = {"key": path.name}
+                writer.metadata = {"key": key}
                 for name in names:
                     value = self.checkpoint.get(name)
                     writer.add(name, value.to(torch.float32) if value.is_floating_point() else value)

@@ -1,5 +1,6 @@
 """Checkpoints, data sets and other files that a conversion or a gate is given, and cannot use: one line, at once."""
 
+import errno
 import json
 import os
 import subprocess
@@ -160,6 +161,36 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, reader: str) -> None:
     for name in ("pipe", "big", "none", ".", "a" * 300, "a\0b", "\ud800"):
         with pytest.raises(UsageError):
             read(tmp_path / name)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("reader", ["tasks", "machine", "kernels", "template"])
+def test_a_file_that_the_machine_does_not_give_is_no_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, number: int
+) -> None:
+    from nstf_convert.cli.serve import read_text
+
+    path = tmp_path / "x.json"
+    path.write_bytes(b"{}")
+    readers = {**_file_readers(), "template": lambda p: read_text(p, "--chat-template")}
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fails)
+    monkeypatch.setattr(Path, "open", fails)
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(NstfError, match=rf"x\.json.*{os.strerror(number)}") as error:
+        readers[reader](path)
+    assert error.value.exit_code == 1
+
+
+@pytest.mark.parametrize("header", ['{"__metadata__":null}', "{}", '{"__metadata__":{"nstf":"null"}}'])
+def test_compiled_kernels_without_metadata_are_refused(header: str) -> None:
+    from nstf.kernels.triton import side_file
+
+    with pytest.raises(CorruptError, match="not a file of compiled kernels"):
+        side_file.parse(len(header).to_bytes(8, "little") + header.encode(), "x")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])

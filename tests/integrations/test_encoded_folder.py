@@ -124,6 +124,26 @@ def test_the_command_writes_such_a_folder_with_its_tokenizer(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_file_that_is_replaced_while_it_is_exported_is_not_mixed_with_the_new_one(
+    tiny: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer was the older file's, the weights were the newer one's."""
+    from nstf_convert.cli import run
+
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer_config.json": b"{}"})
+    newer = path.rename(tmp_path / "newer")
+    tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer_config.json": b"{ }"})
+    real = nstf.runtime.load
+
+    def late(*given: Any, **more: Any) -> Any:
+        newer.replace(path)
+        return real(*given, **more)
+
+    monkeypatch.setattr(nstf.runtime, "load", late)
+    assert run(["export", str(path), "--to", "transformers", "-o", str(tmp_path / "folder")]) == 1
+    assert "another file took its place" in capsys.readouterr().err and not (tmp_path / "folder").exists()
+
+
 def test_the_folder_serves_device_maps_and_batches(tiny: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed: make integrations")
     model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))

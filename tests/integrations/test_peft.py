@@ -141,3 +141,18 @@ def test_merging_into_the_encoded_base_is_refused(tiny: ModuleType, tmp_path: Pa
     for safe in (False, True):
         with pytest.raises(UnsupportedError, match=r"To merge an adapter.*nstf export"):
             model.merge_adapter(safe_merge=safe)
+
+
+def test_oft_is_not_merged_into_a_copy_and_comes_off(tiny: ModuleType, tmp_path: Path) -> None:
+    """OFT writes through `weight.data`: the write was lost, and the adapter taken for merged. Taking one off, of any kind
+    but LoRA, was an AttributeError."""
+    base = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    ids = tiny.inputs_of("LlamaForCausalLM")["input_ids"]
+    before = base(ids).logits
+    config = peft.OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj"], init_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+    adapted = model(ids).logits
+    with pytest.raises(UnsupportedError, match=r"To merge an adapter.*nstf export"):
+        model.merge_adapter()
+    assert torch.equal(model(ids).logits, adapted) and not torch.equal(adapted, before)
+    assert torch.equal(model.unload()(ids).logits, before)

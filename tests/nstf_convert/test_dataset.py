@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,59 @@ def test_a_file_that_the_disk_does_not_give_is_named(
     for read in (lambda: list(load_text(tmp_path / name)), lambda: fingerprint(tmp_path / name)):
         with pytest.raises(NstfError, match=rf"{name} cannot be read \(Input/output error\)"):
             read()
+
+
+def test_a_parquet_file_that_the_disk_does_not_give_is_no_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "x.parquet").write_bytes(b"")
+    monkeypatch.setattr(parquet, "ParquetFile", fail)
+    with pytest.raises(NstfError, match=r"x.parquet cannot be read \(Input/output error\)") as error:
+        list(load_text(tmp_path / "x.parquet"))
+    assert error.value.exit_code == 1
+
+
+@pytest.mark.parametrize("read", [lambda path: list(load_text(path)), fingerprint])
+def test_a_folder_that_changes_while_it_is_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any
+) -> None:
+    """A file that goes between the list and its turn was a FileNotFoundError of `fingerprint`."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    opened = Path.open
+
+    def remove_and_open(file: Path, *how: Any, **more: Any) -> Any:
+        (tmp_path / "b.txt").unlink(missing_ok=True)
+        return opened(file, *how, **more)
+
+    monkeypatch.setattr(Path, "open", remove_and_open)
+    with pytest.raises(NstfError, match=r"b\.txt cannot be read \(No such file") as error:
+        read(tmp_path)
+    assert error.value.exit_code == 1
+
+
+def test_a_folder_below_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text was missing without a word."""
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.txt"):
+        (tmp_path / name).write_text("text")
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if os.fspath(path).endswith("sub"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(NstfError, match=r"sub cannot be read \(Permission denied\)"):
+        list(load_text(tmp_path))
 
 
 @pytest.mark.parametrize(

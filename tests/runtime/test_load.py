@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,20 @@ def test_wrong_options_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
         nstf.runtime.load(path, dtype="int8")
     with pytest.raises(UsageError, match="no attention plan inside"):
         nstf.runtime.load(path, attention="planned")
+
+
+@pytest.mark.parametrize("number", [True, False, "2", 2.0, None, [2], -1, 0, 10**30])
+def test_a_number_of_processes_that_is_none_is_refused(tmp_path: Path, number: Any) -> None:
+    with pytest.raises(UsageError, match=r"tensor_parallel|processes"):
+        nstf.runtime.load(tmp_path / "none.nstf", tensor_parallel=number)
+
+
+@pytest.mark.parametrize("name", ["attention", "engine", "kv_cache"])
+@pytest.mark.parametrize("value", [None, 1, b"full", ["full"], {}, "x\n" * 9000])
+def test_an_option_of_another_type_is_one_line(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{name} ") as error:
+        nstf.runtime.load(tmp_path / "none.nstf", **{name: value})
+    assert str(error.value).isprintable() and len(str(error.value)) <= 4000
 
 
 def test_an_artifact_without_tokenizer_says_so(tiny: ModuleType, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import operator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nstf.errors import UnsupportedError
 from nstf.kernels.formats import EncodedTensor, decode
 from nstf.runtime.modules import attach, stays_encoded
 from nstf.runtime.parameter import EncodedParameter, LazyWeight
@@ -178,6 +181,48 @@ def test_a_lazy_weight_is_a_tensor_to_everything_else(tiny: ModuleType) -> None:
     x = torch.randn(3, 24)
     assert same(x @ lazy, x @ weight) and same(torch.addmm(torch.zeros(64), x, lazy), x @ weight)
     assert "LazyWeight(int" in repr(lazy)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "itself": lambda w: w.zero_(),
+    "an entry": lambda w: operator.setitem(w, 0, 0.0),
+    "data": lambda w: w.data.copy_(torch.zeros(24, 64)),
+    "an entry of data": lambda w: operator.setitem(w.data, 0, 0.0),
+    "detached": lambda w: w.detach().zero_(),
+    "a view": lambda w: w.view(-1).zero_(),
+    "a view of a view": lambda w: w.data.t()[3].mul_(2),
+    "one of a list": lambda w: torch._foreach_mul_([w.data], 0.0),
+    "an output": lambda w: torch.add(torch.ones(24, 64), 1, out=w.data),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_to_a_lazy_weight_is_refused_and_not_lost(tiny: ModuleType, how: str) -> None:
+    """PEFT merged OFT adapters through `data`: the decoded copy was written to, and the adapter taken for merged."""
+    lazy = LazyWeight(int4(tiny, (24, 64)), torch.float32)
+    with pytest.raises(UnsupportedError, match="cannot be written to"):
+        WRITES[how](lazy)
+
+
+def test_views_of_a_lazy_weight_are_read_as_its_values(tiny: ModuleType) -> None:
+    encoded = int4(tiny, (24, 64))
+    lazy, weight = LazyWeight(encoded, torch.float32), decode(encoded)
+    for view, wanted in ((lazy.data, weight), (lazy.detach().T, weight.T), (lazy[2:5, 3], weight[2:5, 3])):
+        assert torch.equal(view, wanted) and view.stride() == wanted.stride()
+        assert type(view.clone()) is Tensor and type(view + 1) is Tensor
+        assert (view.numpy() == wanted.numpy()).all() and view.tolist() == wanted.tolist()
+        assert repr(view) == repr(wanted) and torch.equal(copy.deepcopy(view), wanted)
+    x = torch.randn(3, 64, requires_grad=True)
+    (x @ lazy.data.t()).sum().backward()
+    assert x.grad is not None and same(x.grad, weight.sum(0).expand(3, 64))
+
+
+def test_a_modules_own_weight_may_be_put_into_it_and_no_other(tiny: ModuleType) -> None:
+    module = nn.Linear(64, 24, bias=False)
+    attach(module, "weight", EncodedParameter(int4(tiny, (24, 64)), torch.float32))
+    module.weight = module.weight  # as PEFT does where it takes adapters off
+    with pytest.raises(UnsupportedError, match="cannot be written to"):
+        module.weight = torch.zeros(24, 64)
 
 
 def dense_tensors(numel: int) -> set[int]:

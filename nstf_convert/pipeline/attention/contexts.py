@@ -16,6 +16,7 @@ from torch import Tensor
 from nstf.errors import UsageError
 from nstf.runtime import tokenizing
 from nstf.runtime.kv_formats import BLOCK
+from nstf_convert.pipeline.calibrate.text import readable
 
 log = logging.getLogger("nstf")
 
@@ -92,11 +93,11 @@ def contexts(
         splits = [("choose", cut[:windows])] + ([] if own else [("report", cut[windows:])])
         for split, found in splits:
             parts[split] += found
-            domains[split] += [Path(name).name] * len(found)
+            domains[split] += [readable(Path(name).name)] * len(found)
     for name, pool in own.items():
         found = _cut(pool, length, windows)
         parts["report"] += found
-        domains["report"] += [Path(name).name] * len(found)
+        domains["report"] += [readable(Path(name).name)] * len(found)
     note = None
     if length < wanted // BLOCK * BLOCK:
         note = (

@@ -85,7 +85,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     }
     splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
     identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
-    metadata = {**facts, "identity": identity} | {
+    metadata = {**facts, "identity": identity, "job": session.job_key()} | {
         f"{n}_tokens": sum(next(iter(b.values())).numel() for b in batches) for n, batches in splits.items()
     }
     consumer = _proposing(session, identity) if drops_hessians(session, model) else None
@@ -200,9 +200,9 @@ def _given(session: "Session", path: Path) -> TensorFile:
 
 def file_digest(path: Path) -> str:
     """The SHA-256 of a calibration file. Raises UsageError when there is none."""
-    if not path.is_file():
-        raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
     try:
+        if not path.is_file():
+            raise UsageError(f"the calibration file {path} does not exist: write it with `nstf calibrate`")
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
@@ -229,9 +229,9 @@ def _waiting_bytes(model: StreamedModel, tokens: int) -> int:
 
 
 def _belongs(session: "Session", file: TensorFile) -> bool:
-    """Whether a file is a calibration of this version, of this checkpoint: one result may have taken another's name."""
-    stated = file.metadata.get("version"), file.metadata.get("checkpoint")
-    return stated == (CALIBRATION_VERSION, session.checkpoint.fingerprint())
+    """Whether a file is a calibration of this version, and of this job: one result may have taken another's name."""
+    stated = file.metadata.get("version"), file.metadata.get("job")
+    return stated == (CALIBRATION_VERSION, session.job_key())
 
 
 def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> bool:
@@ -254,6 +254,7 @@ def inputs_of(session: "Session", model: StreamedModel) -> inputs.Data:
     """What a new calibration reads. Raises UsageError where there is nothing."""
     if session.data is None:
         session.data = _data(session, model)
+        session.check_datasets()
     return session.data
 
 

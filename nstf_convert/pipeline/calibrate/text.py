@@ -104,7 +104,7 @@ def _windows(
         )
         held, report = windows.held_out[:per_held], windows.held_out[per_held:]
         for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
-            found[split].append([(Path(path).name, row) for row in _rows(ids)])
+            found[split].append([(readable(Path(path).name), row) for row in _rows(ids)])
     for split, by_source in found.items():
         # In turn: any first part of the windows, and any last part, is of all sources.
         for name, row in (pair for turn in zip(*by_source, strict=True) for pair in turn):
@@ -112,7 +112,7 @@ def _windows(
             domains[split].append(name)
     source = {
         "origin": origin,
-        "datasets": [_readable(Path(p).name) for p in sources],
+        "datasets": [readable(Path(p).name) for p in sources],
         "seq_len": seq_len,
         **{f"{n}_windows": len(b) for n, b in parts.items()},
     }
@@ -182,7 +182,7 @@ def tensor_data(path: Path, model: StreamedModel) -> Data:
     total = counts.pop()
     held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * HELD_OUT_SHARE)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
-    return _split(False, batches, total - held, {"origin": "dataset", "datasets": [_readable(path.name)]})
+    return _split(False, batches, total - held, {"origin": "dataset", "datasets": [readable(path.name)]})
 
 
 def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel) -> None:
@@ -288,6 +288,6 @@ def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
     )
 
 
-def _readable(name: str) -> str:
+def readable(name: str) -> str:
     """A file's name as text that can be written anywhere: it goes into the artifact."""
     return name.encode("utf-8", "backslashreplace").decode()

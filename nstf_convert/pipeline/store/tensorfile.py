@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import IO, Any, Self
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, UsageError
+from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors
 
 _DTYPES = {
@@ -128,6 +129,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Opens it. Raises CorruptError for what is none of ours, NstfError where the machine cannot read it."""
         from safetensors import SafetensorError
 
         check_name(path)
@@ -136,17 +138,22 @@ class TensorFile:
         try:
             if not path.is_file():  # opening a pipe would wait for ever
                 raise ValueError("it is no regular file")
+            entries = _entries(path)  # first: the library does not say why a file cannot be opened
             self._file = self._open()
             sealed = json.loads((self._file.metadata() or {})["nstf"])
             self.metadata: dict[str, Any] = sealed["metadata"]
             self._digests: dict[str, str] = sealed["digests"]
             if not isinstance(self.metadata, dict) or not isinstance(self._digests, dict):
                 raise ValueError("its metadata is no object")
-            kept = {"metadata": self.metadata, "digests": self._digests, "entries": _entries(path)}
+            kept = {"metadata": self.metadata, "digests": self._digests, "entries": entries}
             if not all(entry["dtype"] in _NAMES for entry in kept["entries"].values()):
                 raise ValueError("its tensors are of other types")
             whole = sealed["seal"] == _seal(kept)
-        except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+        except OSError as error:
+            raise NstfError(
+                f"{path}: cannot be read ({error.strerror or error}); check permissions and disk"
+            ) from error
+        except (SafetensorError, AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise CorruptError(
                 f"{path} is not a file nstf wrote ({error}): delete it and run again"
             ) from error
@@ -173,8 +180,11 @@ class TensorFile:
             except RuntimeError as error:
                 # torch maps the file, and does not call again where a signal interrupted its call, as Python does.
                 before, _, reason = str(error).partition(f"unable to open file <{self.path}>")
-                if before or not reason.split("\n")[0].endswith(f" ({errno.EINTR})"):
+                number = re.search(r" \((\d+)\)$", reason.split("\n")[0])
+                if before or number is None:
                     raise
+                if int(number[1]) != errno.EINTR:
+                    raise OSError(int(number[1]), os.strerror(int(number[1])), str(self.path)) from error
 
     def names(self) -> set[str]:
         """The names of the tensors inside."""
@@ -203,7 +213,10 @@ def _seal(kept: dict[str, Any]) -> str:
 def _entries(path: Path) -> dict[str, Any]:
     """Names, dtypes, shapes and places of the tensors, as the header says."""
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.fstat(file.fileno()).st_size:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(length))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import IO, Any, Protocol
 
 from torch import Tensor
 
-from nstf.errors import CorruptError, UsageError
+from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf_convert.pipeline.store.tensorfile import TensorFile, check_name, sync_folder, write_tensors
 
@@ -60,13 +61,10 @@ def write_json(path: Path, data: Any) -> None:
             partial.unlink(missing_ok=True)
 
 
-# What a run writes beside its results.
-OWN_FILES = (
-    "calibration.safetensors",
-    "float32.safetensors",
-    "heal-????????????????.safetensors",
-    "job.json",
-)
+# What a run writes beside its results, and the results: the folder may be one of the user's, so nothing else is removed.
+_OWN = re.compile(r"(?:calibration|float32|heal-[0-9a-f]{16})\.safetensors|job\.json")
+_RESULT = re.compile(r"[0-9a-f]{64}(?:\.safetensors)?")
+_PARTIAL = re.compile(rf"\.(?:{_OWN.pattern}|{_RESULT.pattern})\.(?:data|part)\.[0-9]+")
 
 
 class Store(Protocol):
@@ -101,34 +99,36 @@ class WorkDir:
         check_name(path)
         self.path = path
         self._names = dict(names or {})
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if disk_fault(error):
-                with disk_errors(path):
-                    raise
-            raise UsageError(
-                f"work directory {path} cannot be made ({error.strerror}): choose another one"
-            ) from error
-        with disk_errors(path / "lock"):
-            self._lock: IO[str] = _lock_file(path / "lock")
+        # Whether it goes when it is closed.
+        self.useless = False
+        self._lock: IO[str] = self._opened()
         if shared:
             self._check_job(dict(job))
             return
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise UsageError(
-                f"work directory {path} is in use by another conversion: wait, or choose another work directory"
-            ) from error
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._lock.close()
+                raise UsageError(
+                    f"work directory {path} is in use by another conversion: wait, or choose another work directory"
+                ) from error
+            except OSError as error:  # a file system without locks
+                self._lock.close()
+                raise NstfError(
+                    f"work directory {path} cannot be locked ({error.strerror}): choose one on another disk"
+                ) from error
+            if os.fstat(self._lock.fileno()).st_nlink:
+                break
+            self._lock.close()  # of a run that ended between our two calls, and took the directory with it: once more
+            self._lock = self._opened()
         try:
             if restart:
                 self._clear()
             self._check_job(dict(job))
-            for left in [*path.rglob(".*.data.*"), *path.rglob(".*.part.*")]:
-                remove(left)  # half-written when an earlier run was killed
-            shutil.rmtree(path / CLAIMS, ignore_errors=True)
+            for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
+                _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
+            _drop(path / CLAIMS)
             for folder in (path / name for name in (STORE, PIECES, CLAIMS)):
                 if not folder.is_dir() and os.path.lexists(folder):  # a file, or a link to nothing; whose?
                     raise UsageError(
@@ -138,6 +138,20 @@ class WorkDir:
             self.close()
             raise
 
+    def _opened(self) -> IO[str]:
+        """The file of the lock, in a directory that is made if need be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if disk_fault(error):
+                with disk_errors(self.path):
+                    raise
+            raise UsageError(
+                f"work directory {self.path} cannot be made ({error.strerror}): choose another one"
+            ) from error
+        with disk_errors(self.path / "lock"):
+            return _lock_file(self.path / "lock")
+
     def __enter__(self) -> "WorkDir":
         return self
 
@@ -145,13 +159,18 @@ class WorkDir:
         self.close()
 
     def close(self) -> None:
-        """Releases the lock; results stay, temporary files of this process do not."""
+        """Releases the lock; results stay unless they are useless, temporary files of this process do not."""
         # Ctrl-C can come between the making of one and what removes it, and while that runs.
         for end in ("data", "part"):
             with contextlib.suppress(OSError):  # one that stays must not keep the others
                 for left in [*self.path.rglob(f".*.{end}.{os.getpid()}")]:
                     with contextlib.suppress(OSError):
                         left.unlink(missing_ok=True)
+        if self.useless:  # while the lock is held: the next run's results are not ours to remove
+            with contextlib.suppress(OSError):
+                self._clear()
+                (self.path / "lock").unlink()
+                self.path.rmdir()
         self._lock.close()
 
     def _clear(self) -> None:
@@ -159,10 +178,8 @@ class WorkDir:
         if not (self.path / "job.json").exists():
             return
         for name in (STORE, PIECES, CLAIMS):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        for pattern in OWN_FILES:  # by name: the checkpoint itself may lie here
-            for file in self.path.glob(pattern):
-                file.unlink(missing_ok=True)
+            _drop(self.path / name)
+        _remove_named(self.path, _OWN)  # by name: the checkpoint itself may lie here
 
     def _check_job(self, job: dict[str, Any]) -> None:
         file = self.path / "job.json"
@@ -175,7 +192,11 @@ class WorkDir:
             found = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise NstfError(
+                f"{file} cannot be read ({error.strerror or error}): check permissions and disk"
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise CorruptError(
                 f"{file} cannot be read ({error}): remove the work directory and run again"
             ) from error
@@ -233,7 +254,7 @@ class WorkDir:
     def drop_pieces(self) -> None:
         """Removes what processes have left for each other. Only when no other process is at work."""
         for name in (PIECES, CLAIMS):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+            _drop(self.path / name)
 
     def claim(self, key: str) -> bool:
         """Whether this process is the first of this run that asks to make what belongs to a key."""
@@ -272,6 +293,31 @@ def undamaged(path: Path, whole: bool = True, key: str | None = None) -> TensorF
         remove(path)
         return None
     return file
+
+
+def _result_folders(folder: Path) -> list[Path]:
+    """The folders of results in a folder of them, each named after how its keys begin."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(p for p in folder.iterdir() if re.fullmatch("[0-9a-f]{2}", p.name) and p.is_dir())
+    return []
+
+
+def _remove_named(folder: Path, pattern: re.Pattern[str]) -> None:
+    """Removes what lies in a folder under a name of that pattern."""
+    for file in sorted(folder.iterdir()):  # job.json after what belongs to it
+        if pattern.fullmatch(file.name):
+            remove(file)
+
+
+def _drop(folder: Path) -> None:
+    """Removes results or claims, and the folder where nothing else lies there. What cannot be removed stays, and does no
+    harm."""
+    with contextlib.suppress(OSError):
+        for each in (*_result_folders(folder), folder):
+            _remove_named(each, _RESULT)
+            _remove_named(each, _PARTIAL)
+            with contextlib.suppress(OSError):
+                each.rmdir()
 
 
 def _lock_file(path: Path) -> IO[str]:

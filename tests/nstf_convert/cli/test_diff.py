@@ -1,6 +1,9 @@
 """`nstf diff`: two artifacts, or one with its original."""
 
+import builtins
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -135,6 +138,25 @@ def test_what_cannot_be_compared_is_one_line(nstf, tiny, words, message, code) -
     names = {"same": tiny.same, "text": tiny.text}
     found = nstf("diff", *[names.get(w, w) for w in words])
     assert message in found.err and len(found.err.splitlines()) == 1 and found.code in (2, code)
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_path_that_the_disk_does_not_give_is_one_line(tmp_path, monkeypatch, capsys, call, side) -> None:
+    paths = [str(write(tmp_path / name, w=torch.ones(4, 4))) for name in ("a.nstf", "b.nstf")]
+    owner = os if call == "stat" else builtins
+    real = getattr(owner, call)
+
+    def fails(path, *how, **more):
+        if not isinstance(path, int) and os.fspath(path) == paths[side]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(owner, call, fails)
+    assert run(["diff", *paths]) == 1
+    monkeypatch.undo()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Input/output error" in said and paths[side] in said
 
 
 def test_help_names_both_files(capsys) -> None:

@@ -206,6 +206,35 @@ def test_every_option_of_serve_arrives(
     assert service.Service(artifact, service.ServeOptions("x")).backend.name == "decoder without graphs"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+        ("a\nb\r\tc", "a b c"),
+        ("\u202eabc\udcff", "\\u202eabc\\udcff"),
+        (" \n", None),
+        ("", None),
+    ],
+)
+def test_a_name_with_control_characters_reaches_no_terminal_and_no_client(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, shown: str | None
+) -> None:
+    pytest.importorskip("uvicorn")
+    from nstf.integrations.serve import server
+
+    seen: list[str] = []
+
+    def serve(app: Any, host: str, port: int, ready: Any) -> None:
+        ready(port)
+        seen.append(app.service.options.name)
+
+    monkeypatch.setattr(server, "run", serve)
+    assert run(["serve", str(artifact), "--name", name]) == 0
+    assert seen == [shown or artifact.stem]  # one of blanks alone was no name at all
+    said = capsys.readouterr().err
+    assert f"{seen[0]} on http://" in said and all(line.isprintable() for line in said.splitlines())
+
+
 def test_a_missing_package_is_named(
     artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

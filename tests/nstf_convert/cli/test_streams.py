@@ -89,6 +89,27 @@ def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
     assert (code, out, err) == (130, "", "error: interrupted\n")
 
 
+# Ctrl-C while an object is finalised, where a module is imported.
+FINALISED = """
+import os, signal, sys
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(10))
+class Pressed:
+    def find_spec(name, *_):
+        if name == "nstf_convert.cli.verify":
+            Last()
+sys.meta_path.insert(0, Pressed)
+"""
+
+
+def test_ctrl_c_in_a_finaliser_ends_the_command(tmp_path: Path) -> None:
+    """Python wrote a traceback, and the command went on."""
+    code, out, err = ended(["verify", FILE], FINALISED)
+    assert (code, out, err) == (130, "", "error: interrupted\n")
+
+
 LATE = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
 
 

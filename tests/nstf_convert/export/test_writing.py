@@ -79,3 +79,36 @@ def test_an_output_that_is_a_link_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "m").is_symlink()
     assert [path.name for path in (tmp_path / "disk" / "m").iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "m"]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_kill_leaves_no_graph_beside_the_weights_of_another(tmp_path: Path, at: int) -> None:
+    """It left the old graph, which named the new one's weights."""
+    names = ["m.README.md", "m.onnx", "m.onnx.data"]
+
+    def write(content: bytes) -> None:
+        with writing.staged(tmp_path / "m.onnx", single_file=True, overwrite=True) as folder:
+            for name in names:
+                (folder / name).write_bytes(content)
+
+    write(b"old")
+    child = os.fork()
+    if child == 0:
+        real, calls = Path.replace, 0
+
+        def replace(file: Path, target: Path) -> Path:
+            nonlocal calls
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+            return real(file, target)
+
+        Path.replace = replace  # type: ignore[method-assign, assignment]
+        write(b"new")
+        os._exit(0)
+    killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert killed is (at < len(names))
+    found = {(tmp_path / name).read_bytes() for name in names[1:] if (tmp_path / name).exists()}
+    assert len(found) == 1 or not (tmp_path / "m.onnx").exists()
+    write(b"new")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == dict.fromkeys(names, b"new")

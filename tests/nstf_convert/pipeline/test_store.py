@@ -1,7 +1,9 @@
 """Stored results: what was changed on disk is noticed, said once, and made again."""
 
+import errno
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import safetensors
 import torch
 
-from nstf.errors import CorruptError
+from nstf.errors import CorruptError, NstfError
 from nstf_convert.pipeline import convert
+from nstf_convert.pipeline.progress import Stages
+from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import TensorFile, write_tensors
 from nstf_convert.pipeline.store.workdir import WorkDir
 
@@ -56,8 +60,9 @@ def test_an_opening_that_a_signal_interrupted_is_made_again_and_no_other(
     if reason.startswith("Interrupted"):
         assert torch.equal(TensorFile(path).get("x"), torch.arange(4.0)) and len(opened) == 2
     else:
-        with pytest.raises(RuntimeError, match="Input/output error"):
+        with pytest.raises(NstfError, match=r"x \(4\): cannot be read \(Input/output error\)") as error:
             TensorFile(path)
+        assert error.value.exit_code == 1
         assert len(opened) == 1
 
 
@@ -112,6 +117,55 @@ def test_a_file_of_another_writer_is_refused(tmp_path) -> None:
         TensorFile(tmp_path / "x.safetensors")
     write_tensors(tmp_path / "y.safetensors", {"x": torch.ones(2)}, {"a": 1})
     TensorFile(tmp_path / "y.safetensors").verify()
+
+
+def test_a_result_that_the_disk_does_not_give_is_not_thrown_away(work, monkeypatch) -> None:
+    """It was taken for a damaged one: too many open files cost the work of hours."""
+    path, opened = file_of(work, "ab" * 32), Path.open
+
+    def fails(file: Path, *how: Any, **more: Any) -> Any:
+        if file == path:
+            raise OSError(errno.EMFILE, "Too many open files", str(file))
+        return opened(file, *how, **more)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(NstfError, match=r"cannot be read \(Too many open files\)") as error:
+        work.find("ab" * 32)
+    assert error.value.exit_code == 1
+    monkeypatch.undo()
+    assert work.has("ab" * 32)
+
+
+@pytest.mark.parametrize("length", [2**40, 2**63, 2**64 - 1])
+def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path, length) -> None:
+    (tmp_path / "x").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CorruptError, match="is not a file nstf wrote"):
+        TensorFile(tmp_path / "x")
+
+
+def test_results_of_another_job_are_made_again(options, small, tmp_path, caplog) -> None:
+    """Copied there, or left where only job.json was removed. They were taken: other weights, another text."""
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(small.folder, other)
+    weights = {n: 2 * t for n, t in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    words = small.text.read_text().split()
+    (tmp_path / "text.txt").write_text(" ".join(reversed(words)))
+    of_other = {"float32": {"model": str(other)}, "calibration": {"datasets": (str(tmp_path / "text.txt"),)}}
+    work = tmp_path / "work"
+    work.mkdir()
+    for name, changes in of_other.items():
+        with Session(options(**changes, work_dir=tmp_path / name), Stages()):
+            shutil.copy(tmp_path / name / f"{name}.safetensors", work)
+    with Session(options(work_dir=work), Stages()) as session:
+        for name in session.checkpoint.names():
+            assert torch.equal(session.source(name), session.checkpoint.get(name).float()), name
+        given = session.calibration_fingerprint()
+    with Session(options(work_dir=tmp_path / "new"), Stages()) as session:
+        assert session.calibration_fingerprint() == given
+    assert caplog.text.count("is made again") == 2
 
 
 @pytest.mark.parametrize("damaged", ["store", "calibration"])

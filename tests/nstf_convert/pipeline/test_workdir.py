@@ -1,6 +1,7 @@
 """A work directory that holds another job: what differs is said in names, and --restart discards it."""
 
 import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_restart_discards_results_and_nothing_else(tmp_path):
     folder = tmp_path / "w"
     with WorkDir(folder, JOB, names=NAMES):
         (folder / "store" / "ab").mkdir(parents=True)
-        (folder / "store" / "ab" / "x.safetensors").write_bytes(b"1")
+        (folder / "store" / "ab" / f"{'ab' * 32}.safetensors").write_bytes(b"1")
         (folder / "calibration.safetensors").write_bytes(b"1")
         (folder / "notes.txt").write_text("mine")
     with WorkDir(folder, {**JOB, "seed": 7}, names=NAMES, restart=True):
@@ -160,9 +161,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name: str, tmp_path: P
 
 
 def test_a_folder_with_the_name_of_a_half_written_file_goes(tmp_path: Path) -> None:
-    (tmp_path / ".x.part.1").mkdir()
+    (tmp_path / ".job.json.part.1").mkdir()
     WorkDir(tmp_path, JOB, names=NAMES).close()
-    assert not (tmp_path / ".x.part.1").exists()
+    assert not (tmp_path / ".job.json.part.1").exists()
 
 
 def test_a_file_in_the_place_of_a_folder_of_results_goes(tmp_path: Path) -> None:
@@ -203,3 +204,102 @@ def test_a_folder_in_the_place_of_the_lock_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(UsageError, match="lock is a folder"):
         WorkDir(tmp_path, JOB, names=NAMES)
+
+
+# Names that people use, some of them like ours: they went when a run began, ended or was begun anew.
+OTHERS = (
+    ".notes.part.1",
+    ".my.data.old/deep",
+    "sub/.b.data.c/deep",
+    "claims/2026.txt",
+    "pieces/mine",
+    "store/ab/mine",
+    "heal-the-world-today!.safetensors",
+)
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_what_is_not_ours_stays_in_a_folder_that_is_someones(tmp_path: Path, restart: bool) -> None:
+    for name in OTHERS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"mine")
+    with WorkDir(tmp_path, JOB, names=NAMES) as work:
+        work.put("ab" * 32, {"x": torch.ones(2)}, {})
+        assert work.claim("ab" * 32)
+        (tmp_path / f".calibration.safetensors.part.{2**22}").write_bytes(b"killed")
+    with WorkDir(tmp_path, JOB, names=NAMES, restart=restart) as work:
+        assert work.has("ab" * 32) is not restart and not work.claimed("ab" * 32)
+        work.drop_pieces()
+        work.useless = True
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    assert left == sorted(OTHERS)
+
+
+def test_a_restart_discards_results_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "store").symlink_to(tmp_path / "large disk")
+    with WorkDir(tmp_path / "w", JOB, names=NAMES) as work:
+        work.put("ab" * 32, {"x": torch.ones(2)}, {})
+    with WorkDir(tmp_path / "w", JOB, names=NAMES, restart=True) as work:
+        assert not work.has("ab" * 32) and list((tmp_path / "large disk").iterdir()) == []
+
+
+def test_a_useless_directory_goes_while_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the lock went first: a run that began then had its directory taken away below it."""
+    seen, clear = [], WorkDir._clear
+
+    def clear_and_look(work: WorkDir) -> None:
+        clear(work)
+        with pytest.raises(UsageError, match="in use"):
+            WorkDir(tmp_path / "w", JOB)
+        seen.append(work)
+
+    with WorkDir(tmp_path / "w", JOB) as work:
+        monkeypatch.setattr(WorkDir, "_clear", clear_and_look)
+        work.useless = True
+    assert seen == [work] and not (tmp_path / "w").exists()
+
+
+def test_a_lock_of_a_directory_that_is_gone_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+
+    def late(file: Any, how: int) -> None:  # the other run ends between our opening of the file and the lock
+        monkeypatch.undo()
+        shutil.rmtree(tmp_path / "w")
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        WorkDir(tmp_path / "w", JOB),
+        pytest.raises(UsageError, match="in use"),
+    ):
+        WorkDir(tmp_path / "w", JOB)
+
+
+def test_a_job_that_the_disk_does_not_give_is_no_reason_to_remove_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WorkDir(tmp_path, JOB).close()
+
+    def fails(*_: Any, **__: Any) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    with pytest.raises(NstfError, match=r"job.json cannot be read \(Input/output error\): check") as error:
+        WorkDir(tmp_path, JOB)
+    assert error.value.exit_code == 1
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(NstfError, match=r"cannot be locked \(No locks available\)") as error:
+        WorkDir(tmp_path, JOB)
+    assert error.value.exit_code == 1
