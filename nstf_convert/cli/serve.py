@@ -128,7 +128,7 @@ def _key(file: Path | None) -> str | None:
 
 
 def read_text(file: Path, option: str) -> str:
-    """A text file named by an option. Raises UsageError."""
+    """A text file named by an option. Raises UsageError, and NstfError where the disk fails."""
     try:
         with file.open("rb") as opened:
             found = opened.read(MOST_TEXT + 1)
