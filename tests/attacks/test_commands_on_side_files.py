@@ -164,7 +164,7 @@ def test_a_card_holds_no_code_and_no_lines_of_a_stranger() -> None:
 def test_names_that_are_not_utf_8_are_written_or_refused_at_once(tmp_path: Path) -> None:
     from nstf.errors import UsageError
     from nstf_convert.cli.convert import write_report
-    from nstf_convert.pipeline.calibrate.text import _readable
+    from nstf_convert.pipeline.calibrate.text import readable
     from nstf_convert.pipeline.store.tensorfile import TensorFile, TensorFileWriter
     from nstf_convert.pipeline.store.workdir import WorkDir
 
@@ -176,7 +176,7 @@ def test_names_that_are_not_utf_8_are_written_or_refused_at_once(tmp_path: Path)
         assert run(words) == 0, target
     assert "m\\udcff" in (tmp_path / "out hf" / "README.md").read_text()
     write_report(tmp_path / "r.json", {"a": "\udcff"})
-    assert _readable("t\udcff") == "t\\udcff"
+    assert readable("t\udcff") == "t\\udcff"
     # The whole calibration was made before it could not be opened again.
     for way in (lambda: WorkDir(odd, {}), lambda: TensorFileWriter(odd), lambda: TensorFile(odd)):
         with pytest.raises(UsageError, match="the name is not UTF-8"):
