@@ -68,7 +68,7 @@ def row(kind: str, noise: float) -> str:
 
     shape = " x ".join(map(str, weight.shape))
     if not found.made:
-        bounds = ", ".join(f"{k.method} {k.least / k.rival:.2f}" for k in found.looks)
+        bounds = ", ".join(f"{k.method} {k.least / k.rival:.2f}" for k in found.looks if k.rival)
         return f"| {kind} | {shape} | {noise:g} | nothing tried (bound / rival: {bounds}) | | | | {spent} |"
     best, value = min(found.made, key=lambda m: m[1] / rival(size_of(m[0])))
     said = recipes.describe(recipes.tree_of(best, tuple(weight.shape), lead))
