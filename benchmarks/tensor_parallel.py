@@ -40,11 +40,13 @@ from torch import Tensor
 import nstf.runtime
 from nstf.kernels.formats import EncodedTensor, Node, array_specs, decode
 from nstf.kernels.formats.tree import format_of
+from nstf.runtime import peer_sums
 from nstf.runtime.artifact import Source, open_artifact, write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.graph_prompt import CAPTURED_FROM
+from nstf.runtime.graphs import Graphs
 from nstf.runtime.parameter import EncodedParameter
-from nstf.runtime.ranks import use_own_cores
+from nstf.runtime.ranks import Ranks, use_own_cores
 from nstf.runtime.skeleton import build_skeleton
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -65,6 +67,8 @@ INT4, INT8 = leaf("int", bits=4, group=128), leaf("int", bits=8, group=128)
 # (of matrices, of table and head)
 FORMATS = {"int4": (INT4, INT4), "trellis3": (leaf("trellis", quarter_bits=(12,)), INT8)}
 LINK_BYTES = (1 << 14, 1 << 20, 1 << 26)
+# Of sums inside of a graph: a token's of 8192 values, 16 tokens', a prompt's of 512.
+CAPTURED_BYTES, IN_A_GRAPH = (1 << 15, 1 << 19, 1 << 24), 20
 
 
 def make(config: dict[str, Any], name: str, path: Path) -> int:
@@ -231,6 +235,34 @@ def links(device: torch.device) -> list[dict[str, float]]:
     return rows
 
 
+def captured_sums(device: torch.device, ranks: Ranks) -> list[dict[str, Any]]:
+    """Times of a sum in float32 inside of a graph of IN_A_GRAPH, by NCCL and as the runtime does it."""
+    rows = []
+    for size in CAPTURED_BYTES:
+        values = torch.ones(size // 4, device=device)
+        row: dict[str, Any] = {"bytes": size}
+        for name, way in (("nccl", dist.all_reduce), ("runtime", ranks.sum)):
+
+            def step(way: Any = way, values: Tensor = values) -> None:
+                for _ in range(IN_A_GRAPH):
+                    way(values.fill_(1.0))
+
+            replay, times = Graphs(device)(step), []
+            for _ in range(10):
+                synchronise(device)
+                dist.barrier()
+                synchronise(device)
+                start = time.perf_counter()
+                replay()
+                synchronise(device)
+                times.append((time.perf_counter() - start) / IN_A_GRAPH)
+            if not bool((values == ranks.size).all()):
+                raise SystemExit(f"a captured sum of {size} bytes ({name}) is wrong")
+            row[name] = median(times[2:])
+        rows.append(row)
+    return rows
+
+
 def read_seconds(path: Path, size: int, rank: int) -> float:
     """Time to read so many bytes of the file by large reads, into one buffer."""
     buffer = memoryview(bytearray(1 << 24))
@@ -275,6 +307,14 @@ def measure(
     """The figures of one rank."""
     say("timing all-reduces")
     found: dict[str, Any] = {"links": links(device)}
+    if device.type == "cuda" and options.ranks > 1:
+        say("making sums by memory")
+        peer_sums.make(Ranks(rank, options.ranks), device)
+        there = peer_sums.made(options.ranks, device) is not None
+        say(f"timing captured sums ({'by memory' if there else 'no memory is shared'})")
+        found["captured"] = captured_sums(device, Ranks(rank, options.ranks))
+        if rank == 0:
+            print(json.dumps(found["captured"]), flush=True)
     say("importing the model's classes")
     with open_artifact(path) as artifact:
         build_skeleton(artifact.config())  # imports the model's classes, which is not loading
@@ -371,6 +411,10 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
     )
     for row in first["links"]:
         print(f"  all-reduce of {row['bytes']:>9} bytes: {1e6 * row['seconds']:.1f} us")
+    for row in first.get("captured", []):
+        print(
+            f"  inside of a graph, {row['bytes']:>9} bytes: NCCL {1e6 * row['nccl']:.1f} us, ours {1e6 * row['runtime']:.1f} us"
+        )
     whole = first["whole"]
     for rank, own in enumerate(found["ranks"]):
         print(

@@ -62,10 +62,11 @@ class Glue:
         following: tuple[Matrix, ...],
     ) -> Given:
         """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`."""
-        adds, batch = Ending(adds=True), len(h)
+        batch, peers = len(h), matrix.peers()
+        adds = Ending(adds=True) if peers is None else Ending(adds=True, rank=peers.rank, ranks=peers.ranks)
         if out_gain is None and self._ends(matrix, batch, adds):
             if all(self._ends(m, batch, Ending(normed=True)) for m in following):
-                return Given(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain)))
+                return Given(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain, peers=peers)))
         return Given(self._add_norm(h, self.products((matrix,), x), gain, out_gain))
 
     def products(self, matrices: tuple[Matrix, ...], x: Given) -> Tensor:
@@ -91,7 +92,7 @@ class Glue:
         """Whether a product has this ending."""
         if self.kernels is None or matrix.encoded is None:
             return False
-        alone = matrix.whole is None and matrix.bias is None
+        alone = (matrix.whole is None or ending.ranks > 1) and matrix.bias is None
         return alone and bool(ended_specs(matrix.encoded, batch, self.dtype, ending, self.arch))
 
     def _ended(

@@ -8,7 +8,7 @@ it was and its class becomes one derived from its own. Inference only: sums let 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from nstf.kernels.linear import linear32
 from nstf.kernels.triton.blocks import product32
 from nstf.runtime.ahead import MOST_BYTES, decoded_ahead
 from nstf.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from nstf.kernels.triton.peers import Peers
 
 # Prompts of so many rows are multiplied in pieces, which still fill a GPU: only the last piece's sum is waited for.
 LONG_ROWS, PIECES = 4096, 4
@@ -48,6 +51,14 @@ class SummedLinear(Divided):
         """The product of all ranks in float32, for a caller who adds it to float32."""
         y: Tensor = self.ranks.sum(self._part(x))
         return y if self.bias is None else y + self.bias
+
+    def peers(self: Any) -> Peers | None:
+        """What the product's last launch needs to sum over all ranks itself, where it can."""
+        stored = self._stored()
+        if stored is None or self.bias is not None:
+            return None
+        found: Peers | None = self.ranks.peers(stored.like.device)
+        return found
 
     def _stored(self: Any) -> Any:
         return self._modules.get("weight_encoded")

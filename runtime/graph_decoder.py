@@ -112,9 +112,9 @@ class Decoder:
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
         self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
-        # Of a divided model they are not: sums inside of a captured prompt have not been run on GPUs. Nor where the library
-        # multiplies: there the second prompt of a length rounded otherwise than the first (by 0.6 %, trellis codes).
-        captured = not self._divided and (capture is not None or _same_when_captured(model))
+        # Not where the library multiplies: there the second prompt of a length rounded otherwise than the first (by 0.6 %,
+        # trellis codes).
+        captured = capture is not None or _same_when_captured(model)
         self._prompts = Prompts(model, len(self._layers), self._capture if captured else None)
 
     @property

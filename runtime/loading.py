@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nstf.errors import CorruptError, NstfError, UsageError, out_of_memory
+from nstf.runtime import peer_sums
 from nstf.runtime.artifact import Artifact, digests, open_artifact
 from nstf.runtime.artifact.config import limits_of
 from nstf.runtime.artifact.generation import check_generation
@@ -90,6 +91,8 @@ def load(
         device = local_device(device)
     device = stated_device(device)
     ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
+    if ranks is not None:
+        peer_sums.make(ranks, device)
     with _enough_memory(path):
         return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped, ranks)
 

@@ -12,14 +12,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.runtime import peer_sums
 from nstf.runtime.messages import direct
+
+if TYPE_CHECKING:
+    from nstf.kernels.triton.peers import Peers
 
 Result = TypeVar("Result")
 _ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
@@ -49,12 +53,15 @@ class Ranks:
         """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
 
         On a GPU the sum runs on a stream of NCCL's own and the current one waits for it at the end, so that what
-        `meanwhile` launches runs beside it; on a CPU gloo has threads of its own.
+        `meanwhile` launches runs beside it; on a CPU gloo has threads of its own. Small sums are over sooner than that
+        begins (runtime/peer_sums.py, runtime/messages.py).
         """
         values = values.contiguous()
         if _ALONE.get():
             return values
-        if (box := direct(self, values, 0)) is not None:
+        sums = peer_sums.made(self.size, values.device)
+        box = sums if sums is not None and sums.takes(values) else direct(self, values, 0)
+        if box is not None:
             box.sum(values)
             if meanwhile is not None:
                 meanwhile()
@@ -72,6 +79,13 @@ class Ranks:
         if _ALONE.get():
             return _Done()
         return dist.all_reduce(values, group=self.group, async_op=True)
+
+    def peers(self, device: torch.device) -> Peers | None:
+        """What a kernel needs to sum over all ranks itself; None where GPUs do not write into each other's memory."""
+        sums = peer_sums.made(self.size, device)
+        if sums is None:
+            return None
+        return sums.alone if _ALONE.get() else sums.peers
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
         """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower."""

@@ -5,7 +5,7 @@ The parts stay what they were, as views of the stack, so no codes are held twice
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from nstf.kernels.linear import linear
 from nstf.kernels.triton.packed import PackedCodes, layout_of
 from nstf.runtime.parameter import EncodedParameter
 
+if TYPE_CHECKING:
+    from nstf.kernels.triton.peers import Peers
+
 # Of a whole matrix; every other array has a row for each row of it.
 _WHOLE = ("table",)
 # Formats whose codes are paths down the rows, and of how many rows one is.
@@ -25,12 +28,14 @@ _PATHS = {"shuffle": shuffle.SEGMENT, "trellis": trellis.SIDE}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A projection: an encoded matrix or a dense one, and its bias. whole: the product of all ranks, where it is a part."""
+    """A projection: an encoded matrix or a dense one, and its bias. whole: the product of all ranks, where it is a part;
+    peers: what its last launch needs to sum over them itself, where it can."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
     whole: Callable[[Tensor], Tensor] | None = None
+    peers: Callable[[], "Peers | None"] = lambda: None
 
     @property
     def size_bytes(self) -> int:
@@ -59,7 +64,7 @@ def matrix_of(module: Any) -> Matrix:
     bias, whole = module.bias, getattr(module, "product", None)
     if stored is None:
         return Matrix(None, module.weight, bias, whole)
-    return Matrix(stored.encoded, None, bias, whole)
+    return Matrix(stored.encoded, None, bias, whole, getattr(module, "peers", lambda: None))
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

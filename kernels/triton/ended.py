@@ -22,6 +22,7 @@ def ended_specs(
 ) -> list[KernelSpec]:
     """The launches of `ended`: what turns the activations, the product, and what ends it. [] where there are none such.
     dtype: of the activations."""
+    from nstf.kernels.triton.peers import BLOCK, MOST_VALUES
     from nstf.kernels.triton.rotate import rotate_spec
     from nstf.kernels.triton.sums import ending_spec
 
@@ -30,6 +31,8 @@ def ended_specs(
     leaf, inside, before = _leaf_of(encoded), dtype, []
     rows, cols = encoded.shape
     if leaf.tree.children or kernel_of(leaf, batch, dtype, arch) not in _KERNELS:
+        return []
+    if ending.ranks > 1 and batch * -(-rows // BLOCK) * BLOCK > MOST_VALUES:
         return []
     # Before it is divided by its root mean square a float16 might overflow.
     if (ending.adds or ending.normed) and dtype != torch.bfloat16:

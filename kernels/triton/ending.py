@@ -1,8 +1,14 @@
 """What follows a product in the launch that adds up its parts (sums.py). Nothing here imports triton."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from nstf.kernels.triton.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -14,24 +20,30 @@ class Ending:
     normed: X was not divided by its root mean square; the sums are, by the squares that come with it.
     adds: the sums are added onto the residual stream h; Y is h times the next norm's gain, to be divided by its root mean
     square after the next product.
+    ranks: of so many processes each has a part of the product's columns, and the sums are over all of them; rank: this
+    process among them.
     """
 
     gelu: bool | None = None
     normed: bool = False
     adds: bool = False
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def name(self) -> str:
         gate = {None: "", False: "_silu", True: "_gelu"}[self.gelu]
-        return gate + "_normed" * self.normed + "_adds" * self.adds
+        divided = f"_{self.rank}of{self.ranks}" if self.ranks > 1 else ""
+        return gate + "_normed" * self.normed + "_adds" * self.adds + divided
 
 
 @dataclass(frozen=True)
 class Meeting:
     """What an ending works on. squares: f32 [batch, programs], sums of the squares of h (normed); h: f32 [batch, rows],
-    changed in place, and gain: f32 [rows] (adds)."""
+    changed in place, and gain: f32 [rows] (adds). peers: the memory of the ranks (ranks above 1)."""
 
     squares: Tensor | None = None
     epsilon: float = 0.0
     h: Tensor | None = None
     gain: Tensor | None = None
+    peers: Peers | None = None

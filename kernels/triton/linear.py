@@ -93,10 +93,27 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
 
     No round trip to the host, so it can be part of a captured graph: an id out of range gives a row of NaN.
     """
-    if encoded.tree.kind not in (*PACKED, *CODES) or not supports(encoded, ids.device, len(ids)):
+    leaf = _stored_rows(encoded)
+    if leaf.tree.kind not in (*PACKED, *CODES) or not supports(leaf, ids.device, len(ids)):
         return None
     with torch.cuda.device(ids.device):
-        return decoder(encoded, arch_of(ids.device))(ids, dtype)
+        return read_rows(encoded, ids, dtype, arch_of(ids.device))
+
+
+def read_rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype, arch: str) -> Tensor:
+    """`rows` of what a kernel does it for."""
+    leaf = _stored_rows(encoded)
+    if leaf is encoded:
+        return decoder(leaf, arch)(ids, dtype)
+    from nstf.kernels.triton.rotate import rotate
+
+    return rotate(decoder(leaf, arch)(ids, torch.float32), encoded.tree.params, 2, dtype, arch)
+
+
+def _stored_rows(encoded: EncodedTensor) -> EncodedTensor:
+    """What each row is stored as: in a basis of its columns alone, or in none."""
+    turned = encoded.tree.kind == "rotated" and not encoded.tree.params.block_out
+    return children_of(encoded)["x"] if turned else encoded
 
 
 def whole(encoded: EncodedTensor, batch: int, dtype: torch.dtype) -> Tensor | None:

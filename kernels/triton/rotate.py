@@ -65,13 +65,13 @@ def _turned(
 ):  # fmt: skip
     """Four float32 [N] each, whose indices are at, at + 32, at + 64 and at + 96, in another basis.
 
-    SIDE 0: signs, then the transform; 1: the transform, then signs. BLOCK: of the transform, 32, 64 or 128; SCALE: 1 / its
-    root.
+    SIDE 0: signs, then the transform; 1: the transform, then signs; 2: the inverse of 0, the transform and then its signs.
+    BLOCK: of the transform, 32, 64 or 128; SCALE: 1 / its root.
     """
     lane = tl.arange(0, N) % 32
     signs = ()
     for r in tl.static_range(4):
-        signs = signs + (_signs(at + 32 * r, seed, SIDE) * SCALE,)
+        signs = signs + (_signs(at + 32 * r, seed, SIDE % 2) * SCALE,)
     if SIDE == 0:
         v = (v[0] * signs[0], v[1] * signs[1], v[2] * signs[2], v[3] * signs[3])
     if BLOCK > 32:
@@ -84,7 +84,7 @@ def _turned(
         for r in tl.static_range(4):
             found = found + (v[r] * own + _exchanged(v[r], 1 << b, N, HARDWARE),)
         v = found
-    if SIDE == 1:
+    if SIDE > 0:
         v = (v[0] * signs[0], v[1] * signs[1], v[2] * signs[2], v[3] * signs[3])
     return v
 
@@ -170,12 +170,13 @@ def rotate_spec(
 def rotate(
     x: Tensor, params: Params | None, side: int, dtype: torch.dtype, arch: str, tiled: bool = False
 ) -> Tensor:
-    """x [batch, size] turned by `params` (None: not at all) on its input (0) or output (1) side, as `dtype`.
+    """x [batch, size] turned by `params` (None: not at all) on its input (0) or output (1) side, as `dtype`; side 2: rows of
+    the stored matrix, back into the basis of the dense one (`formats.rotated.from_basis`).
 
     tiled: float32 [batch, 16, tiles], the order of the trellis kernels.
     """
     batch, size = x.shape
-    block = 0 if params is None else (params.block_out if side else params.block_in)
+    block = 0 if params is None else (params.block_out if side == 1 else params.block_in)
     spec = rotate_spec(batch, size, block, side, x.dtype, dtype, tiled, arch)
     padded = -(-size // 16) * 16
     y = torch.empty((batch, 16, padded // 16) if tiled else (batch, size), dtype=dtype, device=x.device)

@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.ending import Ending, Meeting
-from nstf.kernels.triton.launching import launch, multiples, overlap_options, overlaps
+from nstf.kernels.triton.launching import hardware_of, launch, multiples, overlap_options, overlaps
+from nstf.kernels.triton.peers import BLOCK, MOST_VALUES, WARPS, exchanged
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-# Rows of a program.
-_ROWS = 256
+# Rows of a program: as many as ranks exchange at a time.
+_ROWS = BLOCK
 
 
 @triton.jit
@@ -79,6 +80,8 @@ def ending_kernel(
     rows,
     cols,
     epsilon,
+    rooms,  # i64 [RANKS] (RANKS > 1)
+    calls,  # i32 [programs] (RANKS > 1)
     SPLIT: tl.constexpr,
     GATE: tl.constexpr,  # 1: SiLU, 2: GELU
     NORMED: tl.constexpr,
@@ -87,6 +90,10 @@ def ending_kernel(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
     """y = what `Ending` says of the sum of the parts."""
     if PDL:
@@ -107,6 +114,9 @@ def ending_kernel(
     out = _total(parts, at, ok, size, SPLIT, BLOCK)
     if GATE:
         up = _total(parts, at + height, ok, size, SPLIT, BLOCK)
+    if RANKS > 1:
+        block = line * tl.num_programs(0) + tl.program_id(0)
+        out = exchanged(out, block, rooms, calls, RANK, RANKS, SLOTS, BLOCK, NVIDIA)
     if NORMED:
         strength = tl.rsqrt(tl.sum(some) / cols + epsilon)
         out *= strength
@@ -134,6 +144,7 @@ def ending_spec(
     known = triton.cdiv(cols, _ROWS) if ending.normed else 0
     pointers = ("parts", "squares", "h", "gain", "new_squares")
     sizes = {"rows": rows, "cols": cols}
+    met = {"rooms": "*i64", "calls": "*i32"} if ending.ranks > 1 else {}
     return KernelSpec(
         name=f"end_{split}_{pointer_type(dtype)[1:]}{ending.name}" + (f"_{known}" if known else ""),
         fn=ending_kernel,
@@ -143,6 +154,7 @@ def ending_spec(
             **dict.fromkeys(pointers[1:], "*fp32"),
             **dict.fromkeys(sizes, "i32"),
             "epsilon": "fp32",
+            **met,
         },
         constants={
             "SPLIT": split,
@@ -153,9 +165,14 @@ def ending_spec(
             "MOST": triton.next_power_of_2(max(known, 1)),
             "BLOCK": _ROWS,
             "PDL": overlaps(arch),
+            "RANK": ending.rank,
+            "RANKS": ending.ranks,
+            "SLOTS": MOST_VALUES,
+            "NVIDIA": hardware_of(arch) == 1,
+            **({} if met else {"rooms": None, "calls": None}),
         },
-        divisible=("y", *pointers, *multiples(sizes)),
-        num_warps=4,
+        divisible=("y", *pointers, *met, *multiples(sizes)),
+        num_warps=WARPS if met else 4,
         num_stages=1,
         options=overlap_options(arch),
         batch=batch,
@@ -177,5 +194,7 @@ def ended(
     new = torch.empty(batch, spec.grid[0], device=parts.device) if adds else None
     # For what an ending does not need stand the parts, of the same type and never read.
     needs = (parts if t is None else t for t in (meeting.squares, meeting.h, meeting.gain, new))
-    launch(spec, parts, y, *needs, rows, cols, meeting.epsilon)
+    peers = meeting.peers
+    met = () if peers is None else (peers.rooms, peers.calls)
+    launch(spec, parts, y, *needs, rows, cols, meeting.epsilon, *met)
     return y, new

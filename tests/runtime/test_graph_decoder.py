@@ -1,6 +1,7 @@
 """Captured decoding against transformers' `generate`: on a CPU with the step in the graph's place, on a GPU with graphs."""
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 import nstf.runtime
 from nstf.errors import UnsupportedError
 from nstf.runtime import graph_decoder
+from nstf.runtime.artifact import write_artifact
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.graph_generate import use_graphs
 from nstf.runtime.parameter import EncodedParameter
@@ -346,6 +348,31 @@ def test_generate_on_a_gpu_gives_the_tokens_of_transformers(
         expected = by_transformers(model, ids, **GREEDY | {"max_new_tokens": 100})
         assert model.nstf_graphs.engine is not None
         assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["trellis", "shuffle"])
+def test_rows_of_a_turned_table_are_read_inside_of_a_graph(
+    kind: str, tiny: ModuleType, tmp_path: Path
+) -> None:
+    """As `nstf convert --target sm_90` stores tables by default; torch's own look-up asks the host."""
+    from nstf import quantizers
+
+    module: Any = quantizers.method(kind)
+    model = build("llama")
+    tensors = tiny.encode_model(model)
+    name = "model.embed_tokens.weight"
+    table = model.get_parameter(name).detach().float()
+    rows = {"sections": ((16, 48), (12, len(table) - 48))} if kind == "trellis" else {}
+    tensors[name] = module.encode(table, module.Params(**rows, block=32))
+    assert tensors[name].tree.kind == "rotated"
+    path = tmp_path / "turned.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(model)).encode()})
+    loaded_again: Any = nstf.runtime.load(path, "cuda", dtype=torch.bfloat16)
+    ids = ids_of(30).cuda()
+    direct = Decoder(loaded_again, lambda step: step)
+    with torch.no_grad():
+        assert list(Decoder(loaded_again).generate(ids, 60)) == list(direct.generate(ids, 60))
 
 
 @pytest.mark.gpu

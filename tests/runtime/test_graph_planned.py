@@ -135,6 +135,8 @@ def test_a_planned_model_generates_on_a_gpu_as_its_steps_do() -> None:
 @pytest.mark.gpu
 def test_a_planned_file_is_measured_on_a_gpu(tiny: ModuleType, tmp_path: Path) -> None:
     stored = json.loads(plan_of(2, 64).to_json())
-    path = tiny.write(tmp_path, model_of(torch.float16), attention=stored)
+    model = model_of(torch.float16)
+    model.config.dtype = torch.float16
+    path = tiny.write(tmp_path, model, attention=stored)
     dense, planned = (measure(path, "cuda", 300, 8, 1, attention=kind) for kind in ("full", "planned"))
     assert planned.decode_rate > 0 and planned.bytes_per_token < dense.bytes_per_token

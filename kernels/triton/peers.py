@@ -1,0 +1,146 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Sums over the GPUs of one host in which every rank writes into the others' memory.
+
+Each value travels as one word of 64 bits with the number of the call, and the reader polls that word: neither a barrier nor
+a flag behind the data has to cross the link (the idea of NCCL's LL protocol). Every program exchanges 256 values of its own,
+so a product's last launch can do it (sums.py).
+
+A room has two halves that calls use in turn. A rank that writes call n + 2 has read all of call n + 1, which the others
+wrote after they had read call n. So nothing is overwritten that is still to be read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nstf.kernels.triton.launching import hardware_of, launch, multiples, overlap_options, overlaps
+from nstf.kernels.triton.spec import KernelSpec, pointer_type
+
+# Values of a program, one for each thread: where Triton gives a thread two, it polls in two layouts, one word after another.
+# Values of a sum at most: its words take eight bytes for each of them on the link.
+BLOCK = 256
+WARPS = BLOCK // 32
+MOST_VALUES = 1 << 17
+# Polls a word until its upper half is the call's number; gives the lower half. Where none comes for 1.1e12 cycles, about ten
+# minutes (NCCL's limit too), it traps: the next call that waits for the GPU raises an error.
+_POLL: tl.constexpr = tl.constexpr(
+    """{
+        .reg .pred there, late;
+        .reg .b64 word, since, now;
+        .reg .b32 call, value;
+        mov.u64 since, %clock64;
+    POLL:
+        ld.volatile.global.b64 word, [$1];
+        mov.b64 {value, call}, word;
+        setp.eq.b32 there, call, $2;
+        @there bra DONE;
+        mov.u64 now, %clock64;
+        sub.u64 now, now, since;
+        setp.gt.u64 late, now, 1100000000000;
+        @late trap;
+        bra POLL;
+    DONE:
+        mov.b32 $0, value;
+    }"""
+)
+_PUSH: tl.constexpr = tl.constexpr("st.volatile.global.b64 [$1], $2; mov.b32 $0, 0;")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What a sum works on. rooms: int64 [ranks], where the memory of each rank begins: int64 [2, ranks, MOST_VALUES].
+    calls: int32 [MOST_VALUES / BLOCK], how many sums each program has made."""
+
+    rooms: Tensor
+    calls: Tensor
+    rank: int
+    ranks: int
+
+
+@triton.jit
+def exchanged(
+    own, block, rooms, calls, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks of own, f32 [BLOCK], added by rank: the same bits everywhere. block: the number of this program
+    among all of the launch; every launch that shares a room has programs of as many values."""
+    call = tl.load(calls + block, volatile=True) + 1
+    half = (call & 1) * RANKS
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    bits = own.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = (call.to(tl.int64) << 32) | bits
+    for step in tl.static_range(1, RANKS):
+        other = (RANK + step) % RANKS
+        room = tl.load(rooms + other).to(tl.pointer_type(tl.int64))
+        into = room + (half + RANK) * MOST + at
+        if NVIDIA:
+            tl.inline_asm_elementwise(_PUSH, "=r,l,l", [into, word], dtype=tl.int32, is_pure=False, pack=1)
+        else:
+            tl.store(into, word)
+    total = tl.zeros([BLOCK], tl.float32)
+    room = tl.load(rooms + RANK).to(tl.pointer_type(tl.int64))
+    for sender in tl.static_range(RANKS):
+        if sender == RANK:
+            total += own
+        else:
+            there = room + (half + sender) * MOST + at
+            if NVIDIA:
+                wanted = tl.zeros([BLOCK], tl.int32) + call
+                value = tl.inline_asm_elementwise(
+                    _POLL, "=r,l,r", [there, wanted], dtype=tl.int32, is_pure=False, pack=1
+                )
+            else:
+                word = tl.load(there, volatile=True)
+                while tl.max(((word >> 32) != call).to(tl.int32)) > 0:
+                    word = tl.load(there, volatile=True)
+                value = word.to(tl.int32)
+            total += value.to(tl.float32, bitcast=True)
+    tl.debug_barrier()  # every warp has read the number of the call
+    tl.store(calls + block, call)
+    return total
+
+
+@triton.jit
+def peer_sum_kernel(
+    values, rooms, calls, size, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    NVIDIA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """values [size] = their sum over ranks."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(values + at, mask=at < size, other=0.0).to(tl.float32)
+    total = exchanged(own, block, rooms, calls, RANK, RANKS, MOST, BLOCK, NVIDIA)
+    tl.store(values + at, total.to(values.dtype.element_ty), mask=at < size)
+
+
+def peer_sum_spec(size: int, dtype: torch.dtype, rank: int, ranks: int, arch: str) -> KernelSpec:
+    """The launch that sums `size` values over the ranks."""
+    return KernelSpec(
+        name=f"peers_{rank}_{ranks}_{pointer_type(dtype)[1:]}",
+        fn=peer_sum_kernel,
+        signature={"values": pointer_type(dtype), "rooms": "*i64", "calls": "*i32", "size": "i32"},
+        constants={**constants(rank, ranks, arch), "BLOCK": BLOCK, "PDL": overlaps(arch)},
+        divisible=("values", "rooms", "calls", *multiples({"size": size})),
+        num_warps=WARPS,
+        num_stages=1,
+        options=overlap_options(arch),
+        kind="peers",
+        grid=(triton.cdiv(size, BLOCK), 1, 1),
+    )
+
+
+def constants(rank: int, ranks: int, arch: str) -> dict[str, int | bool]:
+    """Those of `exchanged`."""
+    return {"RANK": rank, "RANKS": ranks, "MOST": MOST_VALUES, "NVIDIA": hardware_of(arch) == 1}
+
+
+def peer_sum(values: Tensor, peers: Peers, arch: str) -> None:
+    """The sum over all ranks in the place of contiguous values, MOST_VALUES at most. All ranks must make the same calls."""
+    spec = peer_sum_spec(values.numel(), values.dtype, peers.rank, peers.ranks, arch)
+    launch(spec, values, peers.rooms, peers.calls, values.numel())

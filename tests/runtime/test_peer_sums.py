@@ -1,0 +1,125 @@
+"""Sums by memory between two GPUs, and who gets none; the kernel itself is in tests/kernels/test_peers.py."""
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nstf.runtime import peer_sums
+from nstf.runtime.ranks import Ranks
+
+
+def on_two_cards(rank: int, port: int, results: Path) -> None:
+    """What a rank finds wrong, one line each."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", device_id=device)
+    ranks, wrong = Ranks(rank, 2), []
+    peer_sums.make(ranks, device)
+    if peer_sums.made(2, device) is None:
+        wrong.append("no sums by memory")
+    random = torch.Generator(device).manual_seed(rank)
+    for size in (1, 255, 8192, 1 << 17, (1 << 17) + 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = torch.randn(size, generator=random, device=device).to(dtype)
+            gathered = [torch.empty_like(values) for _ in range(2)]
+            torch.distributed.all_gather(gathered, values)
+            expected = (gathered[0].float() + gathered[1].float()).to(dtype)
+            if not torch.equal(ranks.sum(values), expected):
+                wrong.append(f"{size} of {dtype}")
+    with ranks.alone():
+        ranks.sum(torch.ones(300, device=device))
+    # Inside of a graph, with work of unlike lengths between sums: neither rank may overtake the other.
+    x = torch.zeros(5000, device=device)
+    busy = torch.randn(1024, 1024, device=device)
+
+    def step() -> None:
+        for i in range(8):
+            if (i + rank) % 2:
+                busy.matmul(busy)
+            x.add_(rank + 1)
+            ranks.sum(x)
+            x.remainder_(1009)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    x.zero_()
+    torch.cuda.synchronize()
+    value = 0
+    for turn in range(300):
+        graph.replay()
+        for _ in range(8):
+            value = (2 * value + 3) % 1009
+        if not bool((x == value).all()):
+            wrong.append(f"replay {turn}")
+            break
+    results.write_text("\n".join(wrong))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_cards_sum_right_in_graphs_and_outside(tmp_path: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=on_two_cards, args=(r, port, tmp_path / str(r))) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(180)
+        if process.is_alive():
+            process.kill()
+    assert [(tmp_path / str(r)).read_text() for r in range(2)] == ["", ""]
+
+
+def test_a_cpu_has_none() -> None:
+    peer_sums.make(Ranks(0, 2), torch.device("cpu"))
+    assert peer_sums.made(2, torch.device("cpu")) is None and Ranks(0, 2).peers(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "near"),
+    [
+        ([b"host 0", b"host 1"], True),
+        ([b"host 0", b"other 1"], False),
+        ([b"host 0", b"host 0"], False),
+        ([b"host 0", b"-"], False),
+    ],
+)
+def test_ranks_need_a_gpu_each_on_one_host(
+    said: list[bytes], near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one cannot, none makes memory that the others would wait for."""
+    answers: list[bytes] = []
+
+    def tell(word: bytes) -> list[bytes]:
+        answers.append(word)
+        return said if len(answers) == 1 else [word, word]
+
+    made: list[Any] = []
+    monkeypatch.setattr(peer_sums, "unsuitable", lambda index: "")
+    monkeypatch.setattr(peer_sums, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(peer_sums, "_host", lambda: "host")
+    monkeypatch.setattr(peer_sums.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(peer_sums, "_with_room", lambda ranks, device: made.append(1) or SimpleNamespace())
+    monkeypatch.setattr(peer_sums, "_adds_right", lambda sums, device: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+    ranks: Any = SimpleNamespace(rank=0, size=2, tell=tell)
+    found = peer_sums._agreed(ranks, torch.device("cuda", 0))
+    assert (found is not None) == near == bool(made)
+    assert answers[:2] == [b"host 0", b"yes" if near else b"no"]
