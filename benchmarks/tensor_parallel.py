@@ -412,9 +412,8 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
     for row in first["links"]:
         print(f"  all-reduce of {row['bytes']:>9} bytes: {1e6 * row['seconds']:.1f} us")
     for row in first.get("captured", []):
-        print(
-            f"  inside of a graph, {row['bytes']:>9} bytes: NCCL {1e6 * row['nccl']:.1f} us, ours {1e6 * row['runtime']:.1f} us"
-        )
+        nccl, own = 1e6 * row["nccl"], 1e6 * row["runtime"]
+        print(f"  inside of a graph, {row['bytes']:>9} bytes: NCCL {nccl:.1f} us, ours {own:.1f} us")
     whole = first["whole"]
     for rank, own in enumerate(found["ranks"]):
         print(

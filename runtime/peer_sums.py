@@ -1,7 +1,7 @@
 """Sums of a few numbers over the GPUs of one host, which write into each other's memory (kernels/triton/peers.py).
 
 NCCL takes ten microseconds to start and end a sum inside of a graph, whatever its size; a token on two GPUs waits for two of
-them a layer (docs/scale.md). The memory comes from torch's symmetric memory. Where it is not to be had, NCCL sums everything.
+them a layer (docs/scale.md). The memory comes from torch's symmetric memory. Where there is none, NCCL sums everything.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def made(size: int, device: torch.device) -> PeerSums | None:
 
 
 def make(ranks: Told, device: torch.device) -> None:
-    """Makes sums by memory among these ranks, or none on all of them where one of them cannot have them. All must call it."""
+    """Makes sums by memory among these ranks, or none on all of them where one cannot have them. All must call it."""
     if device.type != "cuda" or ranks.size < 2 or dist.get_backend() != "nccl":
         return
     found = _MADE.setdefault(dist.group.WORLD, {})
