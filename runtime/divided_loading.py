@@ -28,21 +28,17 @@ from nstf.runtime.divided_modules import (
     derive,
 )
 from nstf.runtime.ranks import Ranks
-from nstf.runtime.staging import Staging
 from nstf.runtime.tensor_parallel import NORMS, Division, vocabulary_part
 
 
 class DividedModel:
-    """The parts of one rank of a model in an artifact. staging: to the rank's GPU, if it has one.
+    """The parts of one rank of a model in an artifact.
 
     Raises UnsupportedError for an architecture that transformers has no plan for, UsageError for too many ranks.
     """
 
-    def __init__(
-        self, artifact: Artifact, ranks: Ranks, device: torch.device, staging: Staging | None = None
-    ) -> None:
-        self.artifact, self.ranks = artifact, ranks
-        self._there = staging.array if staging is not None else lambda array: array.to(device)
+    def __init__(self, artifact: Artifact, ranks: Ranks, device: torch.device) -> None:
+        self.artifact, self.ranks, self.device = artifact, ranks, device
         self._division = Division(artifact.config(), ranks.size)
         self._own: dict[str, Span | None] = {}
         # What one host's ranks read of one file is in memory once: exchanging it takes twice as long as cutting it.
@@ -83,7 +79,7 @@ class DividedModel:
         """
         whole, span = self.artifact.encoded(source), self._span(source)
         if self._exchanged and span is not None and span.axis > 0:
-            arrays = self.ranks.read_together(whole.arrays, self._there)
+            arrays = self.ranks.read_together(whole.arrays, self.device)
             whole = EncodedTensor(whole.tree, whole.shape, arrays)
         try:
             return whole if span is None else shard(whole, span)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nstf.kernels.triton.peers import Peers
 
 # Prompts of so many rows are multiplied in pieces, which still fill a GPU: only the last piece's sum is waited for.
-LONG_ROWS, PIECE_ROWS = 4096, 1024
+LONG_ROWS, PIECES = 4096, 4
 
 
 class Divided:
@@ -44,7 +44,7 @@ class SummedLinear(Divided):
         """The product of all ranks, in x's dtype."""
         x = input.reshape(-1, input.shape[-1])
         # By the rows alone: all ranks must divide alike, whatever their kernels are.
-        y: Tensor = self._sum_of(x) if len(x) < LONG_ROWS else self._in_pieces(x)
+        y: Tensor = self._rounded(self._sum_of(x), x.dtype) if len(x) < LONG_ROWS else self._in_pieces(x)
         return y.view(*input.shape[:-1], -1)
 
     def product(self: Any, x: Tensor) -> Tensor:
@@ -71,40 +71,43 @@ class SummedLinear(Divided):
         return product32(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], len(self.weight))
 
     def _sum_of(self: Any, x: Tensor) -> Tensor:
+        def meanwhile() -> None:
+            decode_following(self.following, x)
+
         # A sum that nothing is done beside needs no second stream.
         some = any(_may_decode(parameter, x) for parameter in self.following)
-        under_way = self.ranks.start_sum(self._part(x), self._summed_as(x.dtype), beside=some)
-        if some:
-            decode_following(self.following, x)
-        return self._ended(under_way.wait(), x.dtype)
+        y: Tensor = self.ranks.sum(self._part(x), meanwhile if some else None)
+        return y
 
     def _in_pieces(self: Any, x: Tensor) -> Tensor:
         """The product of all ranks: the sum of some rows is under way while the next rows are multiplied."""
         stored = self._stored()
         weight = self.weight if stored is None else decoded_ahead(stored.encoded, len(x), x.dtype)
         y = x.new_empty(len(x), self.out_features)
-        before: tuple[Any, Tensor] | None = None
+        before: tuple[Any, Tensor, Tensor] | None = None
 
-        def arrived(under_way: Any, into: Tensor) -> None:
-            into.copy_(self._ended(under_way.wait(), x.dtype))
+        def arrived(under_way: Any, part: Tensor, into: Tensor) -> None:
+            under_way.wait()
+            into.copy_(part if self.bias is None else self._rounded(part, x.dtype))
 
-        for some, into in zip(torch.split(x, PIECE_ROWS), torch.split(y, PIECE_ROWS), strict=True):
+        rows = -(-len(x) // PIECES)
+        for some, into in zip(torch.split(x, rows), torch.split(y, rows), strict=True):
             part = self._part(some) if weight is None else product32(some, weight)
-            under_way = self.ranks.start_sum(part, self._summed_as(x.dtype))
+            under_way = self.ranks.start_sum(part)
             if before is not None:
                 arrived(*before)
-            before = under_way, into
+            before = under_way, part, into
         decode_following(self.following, x)
         if before is not None:
             arrived(*before)
         return y
 
-    def _summed_as(self: Any, dtype: torch.dtype) -> torch.dtype:
-        """What sums are rounded to: where one process rounds. torch's own product adds a bias before, ours after."""
-        return torch.float32 if self.bias is not None and self._stored() is None else dtype
-
-    def _ended(self: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        return (sums if self.bias is None else sums + self.bias).to(dtype)
+    def _rounded(self: Any, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """With the bias, rounded where one process rounds: torch's own product adds the bias before, ours after."""
+        bias: Tensor | None = self.bias
+        if bias is None:
+            return sums.to(dtype)
+        return sums.to(dtype) + bias if self._stored() is not None else (sums + bias).to(dtype)
 
 
 def decode_following(following: tuple[Any, ...], x: Tensor) -> None:

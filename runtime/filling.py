@@ -15,22 +15,14 @@ from nstf.runtime.divided_loading import DividedModel
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import tied_aliases
-from nstf.runtime.staging import Staging
 
 _log = logging.getLogger("nstf")
 
 
 def fill(
-    model: nn.Module,
-    artifact: Artifact,
-    dtype: torch.dtype,
-    divided: DividedModel | None = None,
-    staging: Staging | None = None,
+    model: nn.Module, artifact: Artifact, dtype: torch.dtype, divided: DividedModel | None = None
 ) -> None:
-    """Every parameter and stored buffer of the skeleton from the artifact; of a divided model, this rank's part.
-
-    staging: to the GPU that will have the parameters.
-    """
+    """Every parameter and stored buffer of the skeleton from the artifact; of a divided model, this rank's part."""
     aliases = tied_aliases(model)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -52,7 +44,7 @@ def fill(
         divided.narrow(model, sources)
     read = artifact.encoded if divided is None else divided.encoded
     for name, source in sources.items():
-        _place(model, name, artifact, source, read, dtype, made, staging)
+        _place(model, name, artifact, source, read, dtype, made)
     if divided is not None:
         divided.connect(model, sources)
     with torch.no_grad():
@@ -91,7 +83,6 @@ def _place(
     read: Callable[[str], EncodedTensor],
     dtype: torch.dtype,
     made: dict[str, EncodedParameter | nn.Parameter],
-    staging: Staging | None,
 ) -> None:
     """One parameter, sharing the arrays of `source` when another parameter already uses them."""
     owner, _, leaf = name.rpartition(".")
@@ -108,8 +99,6 @@ def _place(
                 f"{artifact.path}: tensor {source!r} has shape {list(encoded.shape)}, "
                 f"but its config.json asks for {list(shape)}"
             )
-        if staging is not None:
-            encoded = staging.encoded(encoded)
         as_stored = encoded.tree.kind == "dense" and encoded.arrays["values"].dtype == dtype
         stays = len(shape) >= 2 and not as_stored and stays_encoded(module, leaf, math.prod(shape))
         made[source] = EncodedParameter(encoded, dtype) if stays else dense_parameter(decode(encoded), dtype)

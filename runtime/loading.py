@@ -31,7 +31,6 @@ from nstf.runtime.fused import choose_products
 from nstf.runtime.memory_limit import watch_limit
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton
-from nstf.runtime.staging import Staging
 from nstf.runtime.tensors import named_dtype
 
 if TYPE_CHECKING:
@@ -132,15 +131,15 @@ def _load(
 ) -> Any:
     """`load`, its arguments checked."""
     opened = partial(_opened, path, device, dtype, verify, mapped, ranks)
-    parts, staging = None, Staging(device) if device.type == "cuda" else None
+    parts = None
     if ranks is None:
         artifact, model, compute = opened()
     else:
         artifact, model, compute = ranks.agree(opened, lambda found: found[0].manifest.header_sha256)
-        parts = DividedModel(artifact, ranks, device, staging)
+        parts = DividedModel(artifact, ranks, device)
 
     def finish() -> None:
-        fill(model, artifact, compute, parts, staging)
+        fill(model, artifact, compute, parts)
         choose_products(model, exact=engine != "auto")
         _set_generation_config(model, artifact)
         make_citizen(model, path)

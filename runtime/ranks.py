@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
-# Sums of so many bytes are made a part on each rank.
-PARTS_BYTES = 1 << 23
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,22 +34,11 @@ class OtherFailed(NstfError):
     """Another rank failed; its own message says why."""
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A sum that may be under way. values: where it will be; ready: lets the current stream, or the process, wait for it."""
+class _Done:
+    """A sum that needs no waiting for."""
 
-    values: Tensor
-    dtype: torch.dtype
-    ready: Callable[[], object] = bool
-
-    def wait(self) -> Tensor:
-        """The sum, rounded to its dtype."""
-        self.ready()
-        return self.values.to(self.dtype)
-
-
-# A stream for each GPU, beside the one that multiplies.
-_BESIDE: dict[torch.device, Any] = {}
+    def wait(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -62,61 +49,36 @@ class Ranks:
     size: int
     group: Any = None  # of the first `size` processes, where there are more
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in the place of contiguous `values`. Small ones are over sooner than the library has begun
-        (runtime/peer_sums.py, runtime/messages.py)."""
+    def sum(self, values: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
+
+        On a GPU the sum runs on a stream of NCCL's own and the current one waits for it at the end, so that what
+        `meanwhile` launches runs beside it; on a CPU gloo has threads of its own. Small sums are over sooner than that
+        begins (runtime/peer_sums.py, runtime/messages.py).
+        """
         values = values.contiguous()
         if _ALONE.get():
             return values
-        if (box := self._box(values)) is not None:
+        sums = peer_sums.made(self.size, values.device)
+        box = sums if sums is not None and sums.takes(values) else direct(self, values, 0)
+        if box is not None:
             box.sum(values)
-        else:
+            if meanwhile is not None:
+                meanwhile()
+            return values
+        if meanwhile is None:
             dist.all_reduce(values, group=self.group)
+            return values
+        under_way = self.start_sum(values)
+        meanwhile()
+        under_way.wait()
         return values
 
-    def _box(self, values: Tensor) -> Any:
-        """What small values are summed by; None for the library's all-reduce. The same on all ranks."""
-        sums = peer_sums.made(self.size, values.device)
-        return sums if sums is not None and sums.takes(values) else direct(self, values, 0)
-
-    def start_sum(self, values: Tensor, dtype: torch.dtype, beside: bool = True) -> Sum:
-        """Starts the sum over all ranks of float32 values, which `wait()` gives as `dtype`. beside: other work will be
-        launched before that.
-
-        Large ones are added up a part on each rank, rounded there, and gathered as `dtype`: the same numbers as by an
-        all-reduce, three quarters of its bytes in 16 bits. `values` are used up.
-        """
-        values = values.contiguous()
-        if not _ALONE.get() and self._in_parts(values):
-            return self._parts_summed(values, dtype, beside)
-        if not beside or _ALONE.get() or self._box(values) is not None:
-            return Sum(self.sum(values), dtype)
-        return Sum(values, dtype, dist.all_reduce(values, group=self.group, async_op=True).wait)
-
-    def _in_parts(self, values: Tensor) -> bool:
-        """The same on all ranks: by the sizes alone."""
-        return values.device.type == "cuda" and values.nbytes >= PARTS_BYTES and len(values) % self.size == 0
-
-    def _parts_summed(self, values: Tensor, dtype: torch.dtype, beside: bool) -> Sum:
-        device = values.device
-        found = torch.empty(values.shape, dtype=dtype, device=device)
-        own = torch.empty(len(values) // self.size, *values.shape[1:], device=device)
-        here = torch.cuda.current_stream(device)
-        stream = here
-        if beside:
-            if device not in _BESIDE:
-                _BESIDE[device] = torch.cuda.Stream(device)
-            stream = _BESIDE[device]
-            stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            dist.reduce_scatter_tensor(own, values, group=self.group)
-            rounded = own.to(dtype)
-            dist.all_gather_into_tensor(found, rounded, group=self.group)
-        if not beside:
-            return Sum(found, dtype)
-        for used in (values, own, found):
-            used.record_stream(stream)
-        return Sum(found, dtype, lambda: torch.cuda.current_stream(device).wait_stream(stream))
+    def start_sum(self, values: Tensor) -> Any:
+        """Starts the sum over all ranks in the place of contiguous `values`, which its `wait()` completes."""
+        if _ALONE.get():
+            return _Done()
+        return dist.all_reduce(values, group=self.group, async_op=True)
 
     def peers(self, device: torch.device) -> Peers | None:
         """What a kernel needs to sum over all ranks itself; None where GPUs do not write into each other's memory."""
@@ -140,15 +102,12 @@ class Ranks:
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
         return side_by_side[..., :total]
 
-    def read_together(
-        self, arrays: Mapping[str, Tensor], there: Callable[[Tensor], Tensor]
-    ) -> dict[str, Tensor]:
+    def read_together(self, arrays: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Arrays of a mapped file, of each of which every rank reads an equal piece and is sent the others' by them.
-        there: copies an array to this rank's device.
 
         Raises OtherFailed where a rank failed since the last exchange: inside of `agree`.
         """
-        ready = {name: self._piece(array, there) for name, array in arrays.items()}
+        ready = {name: self._piece(array, device) for name, array in arrays.items()}
         self._all_well()  # what may fail is done: nobody waits in vain
         for own, pieces in ready.values():
             dist.all_gather(list(pieces), own, group=self.group)
@@ -157,11 +116,11 @@ class Ranks:
             for name, array in arrays.items()
         }
 
-    def _piece(self, array: Tensor, there: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _piece(self, array: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """(the bytes that this rank reads of an array, room for those of all)."""
         stored = array.reshape(-1).view(torch.uint8)
         each = -(-len(stored) // self.size)
-        own = there(stored[self.rank * each : (self.rank + 1) * each])
+        own = stored[self.rank * each : (self.rank + 1) * each].to(device)
         return torch.nn.functional.pad(own, (0, each - len(own))), own.new_empty(self.size, each)
 
     def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:

@@ -242,7 +242,7 @@ def test_alone_a_rank_waits_for_nobody() -> None:
     with Ranks(0, 2).alone():  # there is no group here
         assert Ranks(0, 2).sum(torch.ones(4)).tolist() == [1.0] * 4
         assert Ranks(0, 2).joined(torch.ones(1, 3), 4, 7).shape == (1, 7)
-        assert Ranks(0, 2).start_sum(torch.ones(4), torch.float16).wait().dtype == torch.float16
+        Ranks(0, 2).start_sum(torch.ones(4)).wait()
 
 
 def test_a_part_of_a_model_is_not_saved(results: dict[str, Any]) -> None:
