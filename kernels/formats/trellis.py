@@ -327,10 +327,18 @@ def cut(
 def _cut_rows(
     params: Params, arrays: dict[str, Tensor], rows: int, cols: int, part: MatrixCut
 ) -> tuple[Params, dict[str, Tensor]]:
+    scales = "scale_codes" if params.scale_bits == 8 else "scale"
     taken = part.rows(torch.arange(rows, device=arrays["codes"].device))
+    first, count = int(taken[0]), len(taken)
+    together = not params.rows and int(taken[-1]) == first + count - 1
+    if together and first % SIDE == 0 and (count % SIDE == 0 or first + count == rows):
+        # The usual case, in a hundredth of the time.
+        ((tiled, _, _),) = sections(params, arrays, rows, cols)
+        codes = tiled[first // SIDE : first // SIDE + tiles(count)]
+        return params, {**arrays, "codes": joined([codes]), scales: part.rows(arrays[scales])}
     wanted = torch.zeros(rows, dtype=torch.bool, device=taken.device)
     wanted[taken] = True
-    codes: list[Tensor] = []
+    found: list[Tensor] = []
     rates: list[int] = []
     sizes: list[int] = []
     number = torch.empty_like(taken)
@@ -338,13 +346,12 @@ def _cut_rows(
         mine = wanted[members]
         if bool(mine.any()):
             number[torch.searchsorted(taken, members[mine])] = len(rates)
-            codes.append(_taken(tiled, _whole_tiles(mine)))
+            found.append(_taken(tiled, _whole_tiles(mine)))
             rates.append(q)
             sizes.append(int(mine.sum()))
     fresh = changed(params, quarter_bits=tuple(rates), rows=tuple(sizes) if len(sizes) > 1 else ())
-    scales = "scale_codes" if params.scale_bits == 8 else "scale"
     out = {
-        "codes": joined(codes),
+        "codes": joined(found),
         "scale_super": arrays["scale_super"],
         scales: part.rows(arrays[scales]),
     }
