@@ -31,8 +31,10 @@ import json, sys, torch
 from nstf.quantizers.rounding import sweep
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
+quick_interpreter.install()
 cols, sweep.BLOCK = map(int, sys.argv[2:4])
 in_triton, in_torch = sweep.search_triton, sweep.search
 weight, hessian = normal(37, cols), correlated_hessian(cols)

@@ -29,8 +29,10 @@ from dataclasses import replace
 import torch
 from nstf.quantizers import fp8
 from nstf.quantizers.rounding.sweep import block_torch, nearest_triton, sweep_torch
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import normal
 from tests.quantizers.levels import LEVELS
+quick_interpreter.install()
 LEVELS["fp8-f32"] = fp8.levels(fp8.Params(scale_bits=32))
 LEVELS["grid-scale8"] = replace(LEVELS["grid"], scale="u8", signs=False)
 group, rows, cols = map(int, sys.argv[1:])
@@ -83,7 +85,9 @@ import torch
 from nstf.quantizers import grid16, int_grid, mxfp4
 from nstf.quantizers.rounding import estimate, sweep
 from nstf.quantizers.stats import Stats
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import normal
+quick_interpreter.install()
 rows, cols = 1, 264
 estimate.PASSES, grid16.ROUNDS = 1, 2
 Params = int_grid.Params
@@ -136,8 +140,10 @@ def test_forms_that_are_launched_together_give_what_each_gives_alone() -> None:
 AT_THE_END = """
 import ctypes, mmap, torch
 from nstf.quantizers.rounding import sweep
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import normal
 from tests.quantizers.levels import LEVELS
+quick_interpreter.install()
 page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
 area = mmap.mmap(-1, 2 * page)
 at = ctypes.addressof(ctypes.c_char.from_buffer(area))
