@@ -22,6 +22,7 @@ LIMIT = 2e-3
 
 def main(seed: int, wanted: int) -> None:
     import quick_interpreter
+
     from nstf.kernels.triton import linear
 
     quick_interpreter.install()
