@@ -163,7 +163,7 @@ def test_a_child_that_is_forked_while_another_thread_takes_memory_takes_its_own(
         "        made()\n"
         "thread = threading.Thread(target=work)\n"
         "thread.start()\n"
-        "for _ in range(200):\n"
+        "for _ in range(60):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
         "        made()\n"
