@@ -14,6 +14,7 @@ from nstf.quantizers import METHODS, method
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
 from nstf.quantizers.stats import Stats
+from tests.kernels.diagonal import diagonal
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
 
@@ -71,8 +72,7 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("steps", [0, 4, 8])
+@pytest.mark.parametrize(("target", "steps"), diagonal(["sm_90", "gfx942", "gfx1100"], [0, 4, 8]))
 def test_the_kernel_compiles_for(
     target: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nstf.quantizers.rounding.sweep import block_torch, nearest_triton, sweep_torch
+from tests.kernels.diagonal import diagonal
 from tests.quantizers.conftest import normal
 from tests.quantizers.levels import LEVELS
 
@@ -172,9 +173,10 @@ def test_given_scales_need_no_super_scales() -> None:
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("shape", [on_gpu.NARROW, on_gpu.WIDE], ids=["narrow", "wide"])
-@pytest.mark.parametrize("table", [False, True], ids=["uniform", "table"])
+@pytest.mark.parametrize(
+    ("target", "table", "shape"),
+    diagonal(["sm_90", "gfx942", "gfx1100"], [False, True], [on_gpu.NARROW, on_gpu.WIDE]),
+)
 def test_the_kernel_compiles_for(
     target: str, table: bool, shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
