@@ -106,7 +106,7 @@ def boxes(folder: Path, count: int, capacity: int, spin_us: float, limit_s: floa
 @shared_memory
 @pytest.mark.parametrize("spin_us", [0.0, 1000.0], ids=["sleeping", "looking"])
 def test_shared_memory_sums_in_the_order_of_the_ranks(spin_us: float, tmp_path: Path) -> None:
-    count, rounds = 3, 300
+    count, rounds = 3, 100
     made = boxes(tmp_path, count, 4 * 300, spin_us)  # larger messages go in pieces
     numbers = torch.randn(rounds, count, 1000, generator=torch.Generator().manual_seed(0))
     found = torch.empty_like(numbers)
