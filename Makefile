@@ -12,7 +12,9 @@ JOBS   ?= auto
 TORCH_INDEX ?=
 SANITIZE := $(OUT)/sanitize
 SANITIZE_THREADS := $(OUT)/sanitize-threads
-PYTEST := $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Compiled modules and tests are kept, also where the environment says otherwise, as images of containers do: more than a
+# hundred processes of the tests would compile them anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off -c constraints.txt
 
 .DEFAULT_GOAL := help

@@ -13,6 +13,7 @@ import nstf
 from nstf.kernels.formats import kinds
 from nstf.kernels.formats.shuffle_tables import STEPS, TABLES
 from nstf_convert.cli import run
+from tests.nstf_convert.pipeline.conftest import make_llama
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "examples" / "spec_reader.py"
@@ -25,6 +26,14 @@ def spec() -> ModuleType:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model."""
+    folder = tmp_path_factory.mktemp("spec") / "model"
+    make_llama(folder)
+    return folder
 
 
 def compared(spec: ModuleType, path: Path) -> dict[str, float]:
@@ -73,8 +82,10 @@ def test_the_files_of_the_first_version_are_read_alike(spec: ModuleType, name: s
     ("formats", "leaf"),
     [("int", "int"), ("grid", "grid"), ("trellis", "trellis"), ("add,low_rank,int", "int")],
 )
-def test_a_conversion_is_read_alike(spec: ModuleType, formats: str, leaf: str, tmp_path: Path) -> None:
-    words = ["convert", str(ROOT / "examples" / "tiny_llama" / "model"), "--budget", "0.3", "--formats", formats,
+def test_a_conversion_is_read_alike(
+    spec: ModuleType, model: Path, formats: str, leaf: str, tmp_path: Path
+) -> None:
+    words = ["convert", str(model), "--budget", "0.45", "--formats", formats,
              "--dataset", str(ROOT / "examples" / "data" / "prose.txt"), "--effort", "fast", "--prefer", "size",
              "--samples", "2", "--seq-len", "32", "-o", str(tmp_path / "m.nstf"), "--quiet"]  # fmt: skip
     assert run(words) == 0

@@ -451,6 +451,9 @@ def limit(name: str) -> float:
 
 
 def main() -> None:
+    import quick_interpreter
+
+    quick_interpreter.install()
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     found: dict[str, Any] = errors("cpu", sys.argv[1:])
     json.dump(found, sys.stdout)

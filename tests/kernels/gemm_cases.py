@@ -88,6 +88,9 @@ def products(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
+    import quick_interpreter
+
+    quick_interpreter.install()
     found: dict[str, Any] = {str(grid): places(*grid) for grid in GRIDS}
     found |= {case.name: products(case) for case in PRODUCTS}
     json.dump(found, sys.stdout)

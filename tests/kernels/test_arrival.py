@@ -40,7 +40,7 @@ def kernel(name: str, target: str, samples: Any) -> KernelSpec:
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    diagonal(["low rank", "int4 and low rank", "int4 and low rank 8", "attention"], AMD),
+    diagonal(["low rank", "int4 and low rank", "int4 and low rank 8", "attention"], AMD, every=4),
 )
 def test_every_wave_waits_for_its_stores_before_a_counter_is_raised(
     name: str, target: str, samples: Any
@@ -65,7 +65,9 @@ def test_every_wave_waits_for_its_stores_before_a_counter_is_raised(
     assert raised >= (2 if name.startswith("int4") else 1)
 
 
-@pytest.mark.parametrize(("name", "target"), diagonal(["int4 and low rank", "int4 and low rank 8"], AMD))
+@pytest.mark.parametrize(
+    ("name", "target"), diagonal(["int4 and low rank", "int4 and low rank 8"], AMD, every=4)
+)
 def test_who_waits_looks_at_the_counter_again_and_again(name: str, target: str, samples: Any) -> None:
     """A load that the compiler took out of its loop would be waited on for ever."""
     text = aot.compile_spec(kernel(name, target, samples), ARCHITECTURES[target]).stages["amdgcn"]

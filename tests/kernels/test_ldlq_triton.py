@@ -14,6 +14,7 @@ from nstf.quantizers import METHODS, method
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
 from nstf.quantizers.stats import Stats
+from tests.kernels.diagonal import diagonal
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
 
@@ -31,8 +32,10 @@ import json, sys, torch
 from nstf.quantizers.rounding import sweep
 from nstf.quantizers.rounding.factor import factor
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep_torch
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import correlated_hessian, normal
 from tests.quantizers.levels import LEVELS
+quick_interpreter.install()
 cols, sweep.BLOCK = map(int, sys.argv[2:4])
 in_triton, in_torch = sweep.search_triton, sweep.search
 weight, hessian = normal(37, cols), correlated_hessian(cols)
@@ -69,8 +72,7 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("steps", [0, 4, 8])
+@pytest.mark.parametrize(("target", "steps"), diagonal(["sm_90", "gfx942", "gfx1100"], [0, 4, 8]))
 def test_the_kernel_compiles_for(
     target: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nstf.quantizers.rounding.sweep import block_torch, nearest_triton, sweep_torch
+from tests.kernels.diagonal import diagonal
 from tests.quantizers.conftest import normal
 from tests.quantizers.levels import LEVELS
 
@@ -29,51 +30,53 @@ from dataclasses import replace
 import torch
 from nstf.quantizers import fp8
 from nstf.quantizers.rounding.sweep import block_torch, nearest_triton, sweep_torch
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import normal
 from tests.quantizers.levels import LEVELS
+quick_interpreter.install()
 LEVELS["fp8-f32"] = fp8.levels(fp8.Params(scale_bits=32))
 LEVELS["grid-scale8"] = replace(LEVELS["grid"], scale="u8", signs=False)
-group, rows, cols = map(int, sys.argv[1:])
-weight = normal(rows, cols)
-weight[0, :40] = 0
-weight[1, 3], weight[1, 5] = -weight[1].abs().max() - 0.1, weight[1].abs().max() + 0.1
-importance = torch.rand(cols) + 0.1
-for name, levels in LEVELS.items():
-    reference = sweep_torch(weight, levels, group, importance, None, None, block_torch)
-    ours, errors = nearest_triton(weight, levels, group, importance, None)
-    for mine, wanted in (
-        (ours.codes, reference.codes),
-        (ours.grid.scale, reference.grid.scale),
-        (ours.grid.zero, reference.grid.zero),
-        (ours.grid.largest, reference.grid.largest),
-    ):
-        assert mine.shape == wanted.shape and mine.dtype == wanted.dtype
-        # Two scales that are equally good may fall either way.
-        same = float(torch.isclose(mine.float(), wanted.float(), rtol=1e-6, atol=0).float().mean())
-        assert same > 0.98, (name, same)
-    assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-3), name
-    assert torch.allclose(errors, weight - ours.decode(levels), atol=1e-7), name
-    moved = weight * 1.1
-    frozen, errors = nearest_triton(moved, levels, group, importance, ours.grid)
-    reference = sweep_torch(moved, levels, group, importance, None, ours.grid, block_torch)
-    assert float((frozen.codes == reference.codes).float().mean()) > 0.999, name
-    assert torch.allclose(errors, moved - frozen.decode(levels), atol=1e-7), name
-    assert frozen.grid is ours.grid
+def compare(group, rows, cols):
+    weight = normal(rows, cols)
+    weight[0, :40] = 0
+    weight[1, 3], weight[1, 5] = -weight[1].abs().max() - 0.1, weight[1].abs().max() + 0.1
+    importance = torch.rand(cols) + 0.1
+    for name, levels in LEVELS.items():
+        reference = sweep_torch(weight, levels, group, importance, None, None, block_torch)
+        ours, errors = nearest_triton(weight, levels, group, importance, None)
+        for mine, wanted in (
+            (ours.codes, reference.codes),
+            (ours.grid.scale, reference.grid.scale),
+            (ours.grid.zero, reference.grid.zero),
+            (ours.grid.largest, reference.grid.largest),
+        ):
+            assert mine.shape == wanted.shape and mine.dtype == wanted.dtype
+            # Two scales that are equally good may fall either way.
+            same = float(torch.isclose(mine.float(), wanted.float(), rtol=1e-6, atol=0).float().mean())
+            assert same > 0.98, (name, same)
+        assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-3), name
+        assert torch.allclose(errors, weight - ours.decode(levels), atol=1e-7), name
+        moved = weight * 1.1
+        frozen, errors = nearest_triton(moved, levels, group, importance, ours.grid)
+        reference = sweep_torch(moved, levels, group, importance, None, ours.grid, block_torch)
+        assert float((frozen.codes == reference.codes).float().mean()) > 0.999, name
+        assert torch.allclose(errors, moved - frozen.decode(levels), atol=1e-7), name
+        assert frozen.grid is ours.grid
+for words in sys.argv[1:]:
+    compare(*map(int, words.split(",")))
 """
 
 
 @pytest.mark.parametrize(
-    ("group", "rows", "cols"),
-    [(32, 3, 72), (0, 2, 1100), (128, 3, 96), pytest.param(64, 2, 136, marks=pytest.mark.slow)],
+    "shapes",
+    [("32,3,72", "0,2,1100", "128,3,96"), pytest.param(("64,2,136",), marks=pytest.mark.slow)],
+    ids=["first", "others"],
 )
-def test_the_interpreted_kernel_gives_the_codes_of_the_reference(group: int, rows: int, cols: int) -> None:
+def test_the_interpreted_kernel_gives_the_codes_of_the_reference(shapes: tuple[str, ...]) -> None:
+    """Shapes: columns of a group, rows, columns."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, str(group), str(rows), str(cols)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    program = [sys.executable, "-c", INTERPRETED, *shapes]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -83,7 +86,9 @@ import torch
 from nstf.quantizers import grid16, int_grid, mxfp4
 from nstf.quantizers.rounding import estimate, sweep
 from nstf.quantizers.stats import Stats
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import normal
+quick_interpreter.install()
 rows, cols = 1, 264
 estimate.PASSES, grid16.ROUNDS = 1, 2
 Params = int_grid.Params
@@ -136,8 +141,10 @@ def test_forms_that_are_launched_together_give_what_each_gives_alone() -> None:
 AT_THE_END = """
 import ctypes, mmap, torch
 from nstf.quantizers.rounding import sweep
+from tests.kernels import quick_interpreter
 from tests.quantizers.conftest import normal
 from tests.quantizers.levels import LEVELS
+quick_interpreter.install()
 page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
 area = mmap.mmap(-1, 2 * page)
 at = ctypes.addressof(ctypes.c_char.from_buffer(area))
@@ -166,9 +173,10 @@ def test_given_scales_need_no_super_scales() -> None:
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1100"])
-@pytest.mark.parametrize("shape", [on_gpu.NARROW, on_gpu.WIDE], ids=["narrow", "wide"])
-@pytest.mark.parametrize("table", [False, True], ids=["uniform", "table"])
+@pytest.mark.parametrize(
+    ("target", "table", "shape"),
+    diagonal(["sm_90", "gfx942", "gfx1100"], [False, True], [on_gpu.NARROW, on_gpu.WIDE]),
+)
 def test_the_kernel_compiles_for(
     target: str, table: bool, shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

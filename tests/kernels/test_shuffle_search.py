@@ -20,7 +20,9 @@ LONG = [(8, 288), (16, 512), (13, 96)]
 
 INTERPRETED = """
 import json, sys
+from tests.kernels import quick_interpreter
 from tests.kernels.test_shuffle_search import agree, agree_matrix_by_matrix, on_gpu
+quick_interpreter.install()
 on_gpu.MOST_ROWS = 256  # what has more rows takes several launches
 for q, rows in json.loads(sys.argv[1]):
     agree(q, rows, "cpu", least=1.0)

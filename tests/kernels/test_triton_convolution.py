@@ -20,11 +20,13 @@ on_gpu = pytest.importorskip("nstf.kernels.triton.convolution")
 
 # Triton reads TRITON_INTERPRET when it is imported.
 INTERPRETED = """
+import quick_interpreter
 import torch
 import torch.nn.functional as F
 from conftest import leaf, random_encoded
 from nstf.kernels.formats import decode
 from nstf.kernels.triton.convolution import convolve
+quick_interpreter.install()
 cases = [
     (leaf("int", bits=4, group=32), (1, 9, 8, 7), (20, 9, 3, 3), (1, 1), (1, 1), (1, 1)),
     (leaf("int", bits=3, group=32, symmetric=False, scale_bits=8), (2, 5, 9, 6), (7, 5, 2, 3), (2, 1), (0, 2), (2, 1)),

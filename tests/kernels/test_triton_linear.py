@@ -66,6 +66,14 @@ def test_codes_become_numbers_in_pairs_where_the_interpreter_has_the_dtype(
     assert paired >= 5
 
 
+def test_a_quicker_interpreter_gives_the_same_numbers(interpreted: dict[str, Any]) -> None:
+    """quick_interpreter.py, in which all but a few cases of the default run are interpreted."""
+    twice = {name: found for name, found in interpreted.items() if "plain error" in found}
+    if interpreted.keys() >= set(triton_cases.INTERPRETED_TWICE):
+        assert set(twice) == set(triton_cases.INTERPRETED_TWICE)
+    assert all(found["error"] == found["plain error"] for found in twice.values())
+
+
 def test_no_case_is_in_neither_part_and_programs_take_several_blocks_of_rows_in_one() -> None:
     first, others = triton_cases.parted()
     assert sorted(case.name for case in first + others) == sorted(CASES) and len(CASES) > 200

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nstf.kernels.torch import viterbi as reference
+from tests.kernels.diagonal import diagonal
 
 triton = pytest.importorskip("triton")
 on_gpu = pytest.importorskip("nstf.kernels.triton.viterbi")
@@ -34,8 +35,9 @@ def test_the_interpreted_kernel_gives_the_codes_of_the_reference(quarter_bits: i
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx90a", "gfx1100"])
-@pytest.mark.parametrize("quarter_bits", [10, 12])
+@pytest.mark.parametrize(
+    ("target", "quarter_bits"), diagonal(["sm_90", "gfx942", "gfx90a", "gfx1100"], [10, 12], every=2)
+)
 def test_the_kernel_compiles_for(
     target: str, quarter_bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

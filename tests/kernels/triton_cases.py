@@ -159,13 +159,13 @@ def cases() -> Iterator[Case]:
             yield Case(name, (40, 72), 0, rows=True)
             yield Case(name, (40, 72), 3 if name != "trellis8" else 11, "float16")
         if name.startswith("shuffle"):  # rows beyond a segment, columns that are no whole chunk
-            yield Case(name, (290 if name in ("shuffle12", "shuffle15") else 40, 72), 1)
+            yield Case(name, (290 if name == "shuffle12" else 40, 72), 1)
             yield Case(name, (290, 72), 0, rows=True)
             yield Case(name, (40, 72), 3, "float16")
     for name in ("rotated_trellis", "rotated_sections", "rotated_shuffle"):
         yield Case(name, (40, 320), 0, rows=True)
     yield Case("shuffle12", (40, 72), 1, "bfloat16")
-    yield Case("shuffle16", (40, 520), 4, "float16", nan=True)
+    yield Case("shuffle16", (40, 264), 4, "float16", nan=True)
     yield Case("shuffle16", (40, 72), 12)
     # shuffle_mma.py: parts of the columns, all numbers of tiles of activations; 130 rows of them take two products.
     yield Case("shuffle8", (40, 1100), 2, "bfloat16")
@@ -174,7 +174,7 @@ def cases() -> Iterator[Case]:
     yield Case("shuffle16", (40, 72), 70, "bfloat16")
     yield Case("shuffle16", (40, 72), 6)
     yield Case("shuffle12", (40, 72), 1, "bfloat16", arch="gfx942")
-    yield Case("shuffle16", (40, 72), 2, arch="gfx942")
+    yield Case("shuffle16", (24, 72), 2, arch="gfx942")
     yield Case("rotated_shuffle", (64, 128), 2)
     yield Case("rotated_shuffle", (64, 128), 9, "float16")
     for name in (
@@ -266,6 +266,17 @@ def parted() -> tuple[list[Case], list[Case]]:
         (first if new else others).append(case)
         seen |= new
     return first, others
+
+
+# Of kernels that differ much, cheap ones: quick_interpreter.py changes no bit of them.
+INTERPRETED_TWICE = (
+    "int4-20x1032-3-float16",
+    "int3_asymmetric-20x264-18-bfloat16",
+    "fp8_fnuz-5x200-3-float32",
+    "rotated_trellis-40x320-0-rows",
+    "tucker-45x126-1-float16",
+    "low_rank-64x128-3-bfloat16",
+)
 
 
 def encoded_of(case: Case) -> EncodedTensor:
@@ -366,11 +377,20 @@ def main(part: int) -> None:
         module.launch = launch  # type: ignore[attr-defined]
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     found = {}
+    if part == 0:  # the others, of `make slow`, go through Triton's interpreter as it is
+        import quick_interpreter
+
+        plain_errors = {
+            case.name: error_of(case, "cpu") for case in parted()[0] if case.name in INTERPRETED_TWICE
+        }
+        quick_interpreter.install()
     for case in parted()[part]:
         launched.clear()
         single.clear()
         error = error_of(case, "cpu")
         found[case.name] = {"error": error, "launched": list(launched), "single": list(single)}
+        if part == 0 and case.name in plain_errors:
+            found[case.name]["plain error"] = plain_errors[case.name]
         if any("corrected" in name for name in launched):
             # Once more with the same counters.
             found[case.name]["error"] = max(found[case.name]["error"], error_of(case, "cpu"))

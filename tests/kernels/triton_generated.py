@@ -21,7 +21,11 @@ LIMIT = 2e-3
 
 
 def main(seed: int, wanted: int) -> None:
+    import quick_interpreter
+
     from nstf.kernels.triton import linear
+
+    quick_interpreter.install()
 
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc]
     run, wrong = 0, []

@@ -1,6 +1,7 @@
 """A tiny trained-size-nothing Llama with a tokenizer, as a Hugging Face folder and as two artifacts."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,30 @@ def _speeds(tmp_path_factory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "folder", lambda: where)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rates() -> Iterator[None]:
+    """What a unit of work takes here is measured once for the session, and not for half a second in every conversion."""
+    from nstf_convert.pipeline import prediction
+
+    measure, known = prediction.measured_rates, {}
+
+    def measured(machine, *arguments):
+        key = (machine.device, machine.on_gpu, machine.threads, *arguments)
+        if key not in known:
+            known[key] = measure(machine, *arguments)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prediction, "measured_rates", measured)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _unsynced(monkeypatch) -> None:
+    """Nothing waits for the disk here. What is there after a loss of power: tests/runtime/artifact, tests/attacks."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="session")

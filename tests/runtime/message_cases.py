@@ -1,7 +1,7 @@
 """Sums, parts and words between three ranks: messages of sizes and dtypes that change, and a group of two of them.
 
-python message_cases.py STORE RANK WAY      (started once for each rank; STORE: a file that is not there yet; WAY: `shared`
-                                            memory, or `sent` through gloo: as where the last rank does not reach the memory)
+python message_cases.py STORE RANK WAYS...  (started once for each rank; STORE: a file that is not there yet; WAYS: `shared`
+                                            memory, `sent` through gloo: as where the last rank does not reach the memory)
 """
 
 import random
@@ -15,7 +15,10 @@ from nstf.runtime import messages
 from nstf.runtime.messages import MOST_BYTES, MOST_SHARED, Mailbox, SharedMailbox, mailbox
 from nstf.runtime.ranks import Ranks
 
-SIZE, ROUNDS = 3, 150
+SIZE, ROUNDS = 3, 60
+
+
+OPENED = messages._opened
 
 
 def own(rank: int, round_: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -45,8 +48,7 @@ def check(ranks: Ranks, round_: int, draw: random.Random) -> None:
 
 
 def main(store: str, rank: int, way: str) -> None:
-    if way == "sent" and rank == SIZE - 1:
-        messages._opened = lambda path: None
+    messages._opened = (lambda path: None) if way == "sent" and rank == SIZE - 1 else OPENED
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(minutes=3)
     )
@@ -68,4 +70,6 @@ def main(store: str, rank: int, way: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    for each in sys.argv[3:]:
+        main(f"{sys.argv[1]}-{each}", int(sys.argv[2]), each)
+        print(each, file=sys.stderr)

@@ -41,7 +41,7 @@ def test_a_library_that_has_no_room_is_not_loaded() -> None:
     assert found.stdout == "the limit on the address space leaves no room for scipy\n", found.stderr
 
 
-@pytest.mark.parametrize("size", [400, 850, 940])
+@pytest.mark.parametrize("size", [400, 850, pytest.param(940, marks=pytest.mark.slow)])
 def test_a_command_under_a_limit_ends_in_one_line(size: int, request: pytest.FixtureRequest) -> None:
     """Between 780 and 850 MiB SciPy's OpenBLAS asked without end for memory, on the machine where this was found."""
     program = [sys.executable, "-c", COMMAND.format(limit=size * MIB)]

@@ -15,7 +15,10 @@ from nstf.runtime.parameter import EncodedParameter
 torch._dynamo.config.cache_size_limit = 64
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", pytest.param("Qwen3ForCausalLM", marks=pytest.mark.slow), "GPT2LMHeadModel"],
+)
 def test_a_model_is_one_graph_with_the_same_results(
     tiny: ModuleType, tmp_path: Path, architecture: str
 ) -> None:

@@ -89,9 +89,9 @@ def test_ctrl_c_during_imports_is_one_line(module: str) -> None:
     assert (code, out, err) == (130, "", "error: interrupted\n")
 
 
-# Ctrl-C while an object is finalised, where a module is imported.
+# Ctrl-C while an object is finalised, where a module is imported; that lasts until the command is interrupted again.
 FINALISED = """
-import os, signal, sys
+import os, signal, sys, time
 class Last:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
@@ -100,6 +100,8 @@ class Pressed:
     def find_spec(name, *_):
         if name == "nstf_convert.cli.verify":
             Last()
+            for _ in range(1000):
+                time.sleep(0.01)
 sys.meta_path.insert(0, Pressed)
 """
 

@@ -32,7 +32,8 @@ def written(folder, config) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("leaves_out", [False, True])
+# False: that they would be imported.
+@pytest.mark.parametrize("leaves_out", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_language_model_is_opened_without_them(leaves_out, tmp_path) -> None:
     model = written(tmp_path / "model", {"architectures": ["LlamaForCausalLM"]})
     for name in NOT_FOR_TEXT:  # each says that it is imported, and that it is not to be had after all

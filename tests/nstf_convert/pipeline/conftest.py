@@ -3,9 +3,10 @@
 import gc
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,17 @@ class Small:
 
     folder: Path
     text: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen() -> Iterator[None]:
+    """A conversion asks whether objects are frozen: they are (`small`), and counting them takes a tenth of a second."""
+    from nstf_convert.pipeline import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        counted = SimpleNamespace(get_freeze_count=lambda: 1, freeze=gc.freeze, unfreeze=gc.unfreeze)
+        patch.setattr(session, "gc", counted)
+        yield
 
 
 @pytest.fixture(scope="session")
