@@ -308,7 +308,7 @@ def on_gpu(batch: int) -> list[dict[str, Any]]:
 
 
 def _gpu_us(way: Callable[[], object], calls: int = 20) -> float:
-    """Microseconds of a call inside of a graph of some in a row: the least of five replays."""
+    """Microseconds of a call in a graph of `calls` in a row: the least of five replays."""
     from nstf.runtime.graphs import Graphs
 
     def step() -> None:
