@@ -308,15 +308,18 @@ def on_gpu(batch: int) -> list[dict[str, Any]]:
 
 
 def _gpu_us(way: Callable[[], object], calls: int = 20) -> float:
-    """Microseconds of a call, calls in a row: the least of five times."""
-    for _ in range(3):
-        way()
-    found = []
+    """Microseconds of a call in a graph of `calls` in a row: the least of five replays."""
+    from nstf.runtime.graphs import Graphs
+
+    def step() -> None:
+        for _ in range(calls):
+            way()
+
+    replay, found = Graphs(torch.device("cuda", torch.cuda.current_device()))(step), []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()  # type: ignore[no-untyped-call]
-        for _ in range(calls):
-            way()
+        replay()
         end.record()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         found.append(start.elapsed_time(end) / calls)

@@ -67,7 +67,7 @@ INT4, INT8 = leaf("int", bits=4, group=128), leaf("int", bits=8, group=128)
 # (of matrices, of table and head)
 FORMATS = {"int4": (INT4, INT4), "trellis3": (leaf("trellis", quarter_bits=(12,)), INT8)}
 LINK_BYTES = (1 << 14, 1 << 20, 1 << 26)
-# Of sums inside of a graph: a token's of 8192 values, 16 tokens', a prompt's of 512.
+# Sums of 8192 float32 values for each of 1, 16 and 512 tokens, and how many of them a graph has.
 CAPTURED_BYTES, IN_A_GRAPH = (1 << 15, 1 << 19, 1 << 24), 20
 
 
@@ -236,7 +236,7 @@ def links(device: torch.device) -> list[dict[str, float]]:
 
 
 def captured_sums(device: torch.device, ranks: Ranks) -> list[dict[str, Any]]:
-    """Times of a sum in float32 inside of a graph of IN_A_GRAPH, by NCCL and as the runtime does it."""
+    """For each of CAPTURED_BYTES the seconds of a sum in a graph of IN_A_GRAPH, by NCCL and as the runtime does it."""
     rows = []
     for size in CAPTURED_BYTES:
         values = torch.ones(size // 4, device=device)
@@ -413,7 +413,7 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
         print(f"  all-reduce of {row['bytes']:>9} bytes: {1e6 * row['seconds']:.1f} us")
     for row in first.get("captured", []):
         nccl, own = 1e6 * row["nccl"], 1e6 * row["runtime"]
-        print(f"  inside of a graph, {row['bytes']:>9} bytes: NCCL {nccl:.1f} us, ours {own:.1f} us")
+        print(f"  captured sum of {row['bytes']:>9} bytes: NCCL {nccl:.1f} us, the runtime {own:.1f} us")
     whole = first["whole"]
     for rank, own in enumerate(found["ranks"]):
         print(

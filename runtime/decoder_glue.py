@@ -62,7 +62,7 @@ class Glue:
         following: tuple[Matrix, ...],
     ) -> Given:
         """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`."""
-        batch, peers = len(h), matrix.peers()
+        batch, peers = len(h), matrix.peers() if matrix.peers else None
         adds = Ending(adds=True) if peers is None else Ending(adds=True, rank=peers.rank, ranks=peers.ranks)
         if out_gain is None and self._ends(matrix, batch, adds):
             if all(self._ends(m, batch, Ending(normed=True)) for m in following):
@@ -89,11 +89,11 @@ class Glue:
         return Given(found)
 
     def _ends(self, matrix: Matrix, batch: int, ending: Ending) -> bool:
-        """Whether a product has this ending."""
+        """Whether a product has this ending. Of a part of a matrix only one that sums over ranks."""
         if self.kernels is None or matrix.encoded is None:
             return False
-        alone = (matrix.whole is None or ending.ranks > 1) and matrix.bias is None
-        return alone and bool(ended_specs(matrix.encoded, batch, self.dtype, ending, self.arch))
+        complete = (matrix.whole is None or ending.ranks > 1) and matrix.bias is None
+        return complete and bool(ended_specs(matrix.encoded, batch, self.dtype, ending, self.arch))
 
     def _ended(
         self, matrix: Matrix, x: Given, ending: Ending, meeting: Meeting

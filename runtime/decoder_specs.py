@@ -11,7 +11,7 @@ from nstf.kernels.torch.decode_step import Heads
 from nstf.kernels.triton.architecture import Architecture
 from nstf.kernels.triton.ended import ended_specs
 from nstf.kernels.triton.ending import Ending
-from nstf.kernels.triton.packed import layout_of
+from nstf.kernels.triton.linear import row_specs
 from nstf.kernels.triton.spec import KernelSpec, hollow
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.engine_config import EngineConfig, completed, read_config
@@ -21,7 +21,7 @@ from nstf.runtime.stacking import agree
 
 # Matrices that meet the same activations, as runtime/graph_decoder.py stacks them.
 _STACKS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-# Rows of the table that a launch looks up: a token of each sequence, or a prompt, in blocks of 64 at most.
+# Rows of the table that a launch looks up: a token of each sequence, or a prompt. Programs read blocks of 64 rows at most.
 _LOOKED_UP = 64
 
 
@@ -80,8 +80,6 @@ def decoder_specs(
     artifact: Artifact, batches: Iterable[int], dtype: torch.dtype, row: Architecture
 ) -> list[KernelSpec]:
     """Every launch between the matrices, for some batches; [] for a model that captured decoding does not run."""
-    from nstf.kernels.triton.decode import decode_spec
-
     if "config.json" not in artifact.file_names():
         return []
     try:
@@ -96,10 +94,10 @@ def decoder_specs(
         made += _ended(artifact, config, batch, dtype, row.target)
     made += planned_specs(artifact, config, sizes, dtype, row)
     for name in artifact.names():
-        layout = layout_of(artifact.encoded(name)) if name.endswith("embed_tokens.weight") else None
-        if layout is not None:
-            counts = (1 << i for i in range(_LOOKED_UP.bit_length()))
-            made += [decode_spec(layout, count, dtype, True) for count in counts]
+        if name.endswith("embed_tokens.weight"):
+            table = artifact.encoded(name)
+            for i in range(_LOOKED_UP.bit_length()):
+                made += row_specs(table, 1 << i, dtype, row.target)
     return made
 
 

@@ -53,7 +53,7 @@ class SummedLinear(Divided):
         return y if self.bias is None else y + self.bias
 
     def peers(self: Any) -> Peers | None:
-        """What the product's last launch needs to sum over all ranks itself, where it can."""
+        """What the product's last launch needs to sum over ranks; None where the sum is a step of its own."""
         stored = self._stored()
         if stored is None or self.bias is not None:
             return None

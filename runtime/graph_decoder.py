@@ -112,10 +112,11 @@ class Decoder:
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
         self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
-        # Not where the library multiplies: there the second prompt of a length rounded otherwise than the first (by 0.6 %,
-        # trellis codes).
+        # Prompts are not captured where the library multiplies: the second one of a length differed from the first by 0.6 %
+        # (trellis codes).
         captured = capture is not None or _same_when_captured(model)
-        self._prompts = Prompts(model, len(self._layers), self._capture if captured else None)
+        alone = getattr(model, "nstf_ranks", None) is None
+        self._prompts = Prompts(model, len(self._layers), self._capture if captured else None, alone)
 
     @property
     def context(self) -> int:

@@ -38,10 +38,13 @@ class _Prompt:
 
 
 class Prompts:
-    """The prompts of one model on one device. layers: their number; capture: None for prompts as they are."""
+    """The prompts of one model on one device. layers: their number; capture: None for prompts as they are; alone: whether
+    no other rank runs the model too."""
 
-    def __init__(self, model: Any, layers: int, capture: Callable[[Step], Step] | None) -> None:
-        self._model, self._layers, self._capture = model, layers, capture
+    def __init__(
+        self, model: Any, layers: int, capture: Callable[[Step], Step] | None, alone: bool = True
+    ) -> None:
+        self._model, self._layers, self._capture, self._alone = model, layers, capture, alone
         self._seen: Counter[tuple[int, int]] = Counter()
         self._graphs: OrderedDict[tuple[int, int], tuple[_Prompt, Step]] = OrderedDict()
 
@@ -68,7 +71,11 @@ class Prompts:
         return prompt.logits
 
     def _captured(self, key: tuple[int, int], cache: Tensor) -> tuple[_Prompt, Step] | None:
-        """The graph for (sequences, tokens), captured now if it is time; None while there is none."""
+        """The graph for (sequences, tokens), captured now if it is time; None while there is none.
+
+        Raises what a capture raises on one of several ranks: it has made some of the sums, so running the prompt again
+        would add to other sums of the others.
+        """
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
@@ -86,6 +93,8 @@ class Prompts:
         try:
             self._graphs[key] = prompt, self._capture(step)
         except launch_errors() as error:
+            if not self._alone:
+                raise
             _log.warning("prompts are not captured: %s", " ".join(str(error).split())[:300])
             self._capture = None
             return None

@@ -1,11 +1,12 @@
-"""Sums of a few numbers over the GPUs of one host, which write into each other's memory (kernels/triton/peers.py).
+"""Small all-reduces over the GPUs of one host, which write into each other's memory (kernels/triton/peers.py).
 
-NCCL takes ten microseconds to start and end a sum inside of a graph, whatever its size; a token on two GPUs waits for two of
-them a layer (docs/scale.md). The memory comes from torch's symmetric memory. Where there is none, NCCL sums everything.
+NCCL takes about ten microseconds for a sum inside of a graph, even a small one, and a token on two GPUs waits for two sums a
+layer (docs/scale.md). The memory is torch's symmetric memory. Where there is none, NCCL makes all sums.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from nstf.kernels.triton.linear import arch_of, unsuitable
 if TYPE_CHECKING:
     from nstf.kernels.triton.peers import Peers
 
-# Of a sum, in the words of 8 bytes that all other ranks are sent: above, NCCL is as fast.
+# Words of 8 bytes that a rank sends to all others for one sum. NCCL makes larger ones.
 MOST_WORDS = 1 << 17
+_log = logging.getLogger("nstf")
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -40,58 +42,67 @@ class Told(Protocol):
 
 @dataclass(frozen=True)
 class PeerSums:
-    """Memory of this GPU that the others write into. One sum at a time: a stream's.
+    """What this GPU needs for sums by memory. One sum at a time: two streams must not sum at once.
 
-    peers: for sums with the others; alone: this rank stands for all of them, in memory that no other knows.
+    peers: for sums with the others. alone: this rank takes the place of all others, in memory of its own, for `Ranks.alone`;
+    the sum is then `ranks` times the values. memory: what must live as long as the addresses in these.
     """
 
     peers: Peers
     alone: Peers
     arch: str
-    memory: tuple[Tensor, Tensor]
+    memory: tuple[Any, ...]
 
     def takes(self, values: Tensor) -> bool:
-        """Whether to sum these here: the same on all ranks, since their sizes and types are."""
+        """Whether to sum these by memory. All ranks answer alike: it depends on number and type alone."""
         words = values.numel() * (self.peers.ranks - 1)
         return values.dtype in _TYPES and values.device.type == "cuda" and 0 < words <= MOST_WORDS
 
     def sum(self, values: Tensor) -> None:
-        """Puts the sum over all ranks into the place of contiguous `values`: the same bits everywhere, added by rank in
-        float32 and rounded once."""
+        """Replaces contiguous `values` by their sum over all ranks: added in float32 in the order of ranks and rounded once,
+        so the same bits everywhere."""
         from nstf.kernels.triton.peers import peer_sum
 
         with torch.cuda.device(values.device):
             peer_sum(values, self.peers, self.arch)
 
 
-# Of a group of processes, while there is one, by the number of ranks and the device.
+# By process group, while it lives, then by the number of ranks and the device's index. None: they cannot.
 _MADE: WeakKeyDictionary[Any, dict[tuple[int, int], PeerSums | None]] = WeakKeyDictionary()
 
 
 def made(size: int, device: torch.device) -> PeerSums | None:
-    """What `make` has made for so many ranks on this device, if it could."""
+    """What `make` made for `size` ranks and this device; None where it could not, or was not called."""
     if device.type != "cuda" or not dist.is_initialized():
         return None
-    return _MADE.get(dist.group.WORLD, {}).get((size, device.index or 0))
+    return _MADE.get(dist.group.WORLD, {}).get((size, _index(device)))
 
 
 def make(ranks: Told, device: torch.device) -> None:
-    """Makes sums by memory among these ranks, or none on all of them where one cannot have them. All must call it."""
+    """Sets up sums by memory among these ranks, on all of them or on none. All ranks must call it.
+
+    Raises RuntimeError where the GPU fails; what one rank merely lacks leaves all sums to NCCL.
+    """
     if device.type != "cuda" or ranks.size < 2 or dist.get_backend() != "nccl":
         return
-    found = _MADE.setdefault(dist.group.WORLD, {})
-    if (ranks.size, device.index or 0) not in found:
-        found[ranks.size, device.index or 0] = _agreed(ranks, device)
+    found, key = _MADE.setdefault(dist.group.WORLD, {}), (ranks.size, _index(device))
+    if key not in found:
+        found[key] = _agreed(ranks, torch.device("cuda", key[1]))
+
+
+def _index(device: torch.device) -> int:
+    """The number of a GPU; of `cuda` alone the current one."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _agreed(ranks: Told, device: torch.device) -> PeerSums | None:
-    """On all ranks, or on none."""
+    """The same answer on all ranks: sums, or None. device: with its index."""
     number = device.index or 0
     able = (
         not unsuitable(number) and arch_of(device).startswith("sm_") and ranks.size == dist.get_world_size()
     )
     said = ranks.tell(f"{_host()} {number}".encode() if able else b"-")
-    # Whether each has a GPU of its own on one host, and this one reaches them.
+    # Each needs a GPU of its own on one host, and this GPU must reach the others.
     near = b"-" not in said and len({word.split()[0] for word in said}) == 1 and len(set(said)) == len(said)
     if near:
         others = [int(word.split()[1]) for word in said if int(word.split()[1]) != number]
@@ -102,17 +113,20 @@ def _agreed(ranks: Told, device: torch.device) -> PeerSums | None:
     sums: PeerSums | None
     try:
         sums = _with_room(ranks, device)
-    except Exception:  # what this torch, driver or container lacks has errors of many classes
+    except Exception as error:  # what this torch, driver or container lacks has errors of many classes
+        _log.info("NCCL makes all sums: %s", " ".join(str(error).split())[:300])
         sums = None
-    if b"no" in ranks.tell(b"yes" if sums else b"no"):  # all rooms are zero, and there
+    # From here on all buffers exist and are zero, and every rank has compiled the kernels: none waits long for another.
+    if b"no" in ranks.tell(b"yes" if sums else b"no"):
         return None
     assert sums is not None
-    right = _adds_right(sums, device)
+    right = _adds_right(sums.peers, ranks.size * (ranks.size - 1) // 2, device)
     return None if b"no" in ranks.tell(b"yes" if right else b"no") else sums
 
 
 def _with_room(ranks: Told, device: torch.device) -> PeerSums:
-    """Memory that all ranks reach. Raises errors of many classes where there is none."""
+    """Memory that all ranks reach, tried without them. Raises errors of many classes where there is none, or where the
+    kernels do not compile or add wrongly."""
     import torch.distributed._symmetric_memory as symmetric
 
     from nstf.kernels.triton.peers import BLOCK, MOST_VALUES, Peers
@@ -123,7 +137,7 @@ def _with_room(ranks: Told, device: torch.device) -> PeerSums:
     handle = symmetric.rendezvous(room, world)
     own: Tensor = torch.zeros(words, dtype=torch.int64, device=device)
     room.zero_()
-    # Alone, what is written for another rank arrives where that rank would have written.
+    # Alone, a word for another rank must arrive where that rank would write its own.
     part = MOST_VALUES * own.element_size()
     mirrored = [own.data_ptr() + (other - ranks.rank) * part for other in range(ranks.size)]
 
@@ -131,26 +145,32 @@ def _with_room(ranks: Told, device: torch.device) -> PeerSums:
         calls = torch.zeros(MOST_VALUES // BLOCK, dtype=torch.int32, device=device)
         return Peers(torch.tensor(rooms, dtype=torch.int64, device=device), calls, ranks.rank, ranks.size)
 
-    made = PeerSums(peers(list(handle.buffer_ptrs)), peers(mirrored), arch_of(device), (room, own))
+    made = PeerSums(peers(list(handle.buffer_ptrs)), peers(mirrored), arch_of(device), (room, handle, own))
+    if not _adds_right(made.alone, ranks.size * ranks.rank, device):
+        raise RuntimeError("sums by memory are wrong on this GPU alone")
     torch.cuda.synchronize(device)
     return made
 
 
-def _adds_right(sums: PeerSums, device: torch.device) -> bool:
-    """Whether sums are right: drivers have said that devices reach one another while what was written never came."""
-    right, ranks = True, sums.peers.ranks
+def _adds_right(peers: Peers, others: int, device: torch.device) -> bool:
+    """Whether sums with `peers` are right: drivers have reported peer access and then lost what was written. others: the sum
+    of all ranks' numbers, as `peers` has them."""
+    from nstf.kernels.triton.peers import peer_sum
+
+    right = True
     for dtype in _TYPES:
         for turn in range(3):
             # Small whole numbers, which all types add exactly.
             base = (torch.arange(4096, device=device) + turn) % 13
-            values = (base + sums.peers.rank).to(dtype)
-            sums.sum(values)
-            right &= torch.equal(values, (ranks * base + ranks * (ranks - 1) // 2).to(dtype))
+            values = (base + peers.rank).to(dtype)
+            with torch.cuda.device(device):
+                peer_sum(values, peers, arch_of(device))
+            right &= torch.equal(values, (peers.ranks * base + others).to(dtype))
     return right
 
 
 def _host() -> str:
-    """A name of this host since it was started."""
+    """A name of this host that no other has: Linux gives it a new one at every start."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:

@@ -53,8 +53,8 @@ class Ranks:
         """The sum over all ranks, in the place of `values`. meanwhile: work that needs no sum, done while it is under way.
 
         On a GPU the sum runs on a stream of NCCL's own and the current one waits for it at the end, so that what
-        `meanwhile` launches runs beside it; on a CPU gloo has threads of its own. Small sums are over sooner than that
-        begins (runtime/peer_sums.py, runtime/messages.py).
+        `meanwhile` launches runs beside it; on a CPU gloo has threads of its own. Small sums take less time than starting
+        that, and `meanwhile` runs after them (runtime/peer_sums.py, runtime/messages.py).
         """
         values = values.contiguous()
         if _ALONE.get():
@@ -81,7 +81,7 @@ class Ranks:
         return dist.all_reduce(values, group=self.group, async_op=True)
 
     def peers(self, device: torch.device) -> Peers | None:
-        """What a kernel needs to sum over all ranks itself; None where GPUs do not write into each other's memory."""
+        """What a kernel needs to sum over all ranks; None where GPUs do not write into each other's memory."""
         sums = peer_sums.made(self.size, device)
         if sums is None:
             return None

@@ -28,14 +28,14 @@ _PATHS = {"shuffle": shuffle.SEGMENT, "trellis": trellis.SIDE}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A projection: an encoded matrix or a dense one, and its bias. whole: the product of all ranks, where it is a part;
-    peers: what its last launch needs to sum over them itself, where it can."""
+    """A projection: an encoded matrix or a dense one, and its bias. Where this rank has a part of it, whole: the product of
+    all ranks; peers: what the product's last launch needs to sum over ranks, if GPUs can (`SummedLinear.peers`)."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
     whole: Callable[[Tensor], Tensor] | None = None
-    peers: Callable[[], "Peers | None"] = lambda: None
+    peers: Callable[[], "Peers | None"] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -64,7 +64,7 @@ def matrix_of(module: Any) -> Matrix:
     bias, whole = module.bias, getattr(module, "product", None)
     if stored is None:
         return Matrix(None, module.weight, bias, whole)
-    return Matrix(stored.encoded, None, bias, whole, getattr(module, "peers", lambda: None))
+    return Matrix(stored.encoded, None, bias, whole, getattr(module, "peers", None))
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

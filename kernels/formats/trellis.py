@@ -332,7 +332,7 @@ def _cut_rows(
     first, count = int(taken[0]), len(taken)
     together = not params.rows and int(taken[-1]) == first + count - 1
     if together and first % SIDE == 0 and (count % SIDE == 0 or first + count == rows):
-        # The usual case, in a hundredth of the time.
+        # The usual case, whole tiles of the only section: a view, in a hundredth of the time.
         ((tiled, _, _),) = sections(params, arrays, rows, cols)
         codes = tiled[first // SIDE : first // SIDE + tiles(count)]
         return params, {**arrays, "codes": joined([codes]), scales: part.rows(arrays[scales])}

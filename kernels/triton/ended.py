@@ -22,7 +22,6 @@ def ended_specs(
 ) -> list[KernelSpec]:
     """The launches of `ended`: what turns the activations, the product, and what ends it. [] where there are none such.
     dtype: of the activations."""
-    from nstf.kernels.triton.peers import BLOCK, MOST_VALUES
     from nstf.kernels.triton.rotate import rotate_spec
     from nstf.kernels.triton.sums import ending_spec
 
@@ -32,7 +31,7 @@ def ended_specs(
     rows, cols = encoded.shape
     if leaf.tree.children or kernel_of(leaf, batch, dtype, arch) not in _KERNELS:
         return []
-    if ending.ranks > 1 and batch * -(-rows // BLOCK) * BLOCK > MOST_VALUES:
+    if ending.ranks > 1 and not _exchanges(batch, rows, ending.ranks):
         return []
     # Before it is divided by its root mean square a float16 might overflow.
     if (ending.adds or ending.normed) and dtype != torch.bfloat16:
@@ -87,6 +86,17 @@ def into(parts: Tensor, x: Tensor, leaf: EncodedTensor, products: list[KernelSpe
 
         run = int_groups_into if kind == "int_groups" else skinny_into
         run(parts, x, packed_of(leaf), products[0])
+
+
+def _exchanges(batch: int, rows: int, ranks: int) -> bool:
+    """Whether the launch that ends a product [batch, rows] may sum it over ranks.
+
+    A rank whose part has no ending sums the same values by `peer_sum`. So the limit is the same (`PeerSums.takes`), and each
+    value must lie in the same place, which it does where programs do not end within a row of values.
+    """
+    from nstf.kernels.triton.peers import BLOCK, MOST_VALUES
+
+    return batch * rows * (ranks - 1) <= MOST_VALUES and (batch == 1 or rows % BLOCK == 0)
 
 
 def _leaf_of(encoded: EncodedTensor) -> EncodedTensor:

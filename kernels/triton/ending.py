@@ -20,8 +20,8 @@ class Ending:
     normed: X was not divided by its root mean square; the sums are, by the squares that come with it.
     adds: the sums are added onto the residual stream h; Y is h times the next norm's gain, to be divided by its root mean
     square after the next product.
-    ranks: of so many processes each has a part of the product's columns, and the sums are over all of them; rank: this
-    process among them.
+    rank, ranks: the product's columns are divided over `ranks` GPUs, of which this is number `rank`, and the sums are over
+    all of them (peers.py).
     """
 
     gelu: bool | None = None
@@ -40,7 +40,7 @@ class Ending:
 @dataclass(frozen=True)
 class Meeting:
     """What an ending works on. squares: f32 [batch, programs], sums of the squares of h (normed); h: f32 [batch, rows],
-    changed in place, and gain: f32 [rows] (adds). peers: the memory of the ranks (ranks above 1)."""
+    changed in place, and gain: f32 [rows] (adds). peers: memory for the sum over ranks (more than one)."""
 
     squares: Tensor | None = None
     epsilon: float = 0.0

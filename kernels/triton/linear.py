@@ -101,7 +101,7 @@ def rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype) -> Tensor | No
 
 
 def read_rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype, arch: str) -> Tensor:
-    """`rows` of what a kernel does it for."""
+    """`rows` for a matrix and ids that a kernel supports."""
     leaf = _stored_rows(encoded)
     if leaf is encoded:
         return decoder(leaf, arch)(ids, dtype)
@@ -110,8 +110,33 @@ def read_rows(encoded: EncodedTensor, ids: Tensor, dtype: torch.dtype, arch: str
     return rotate(decoder(leaf, arch)(ids, torch.float32), encoded.tree.params, 2, dtype, arch)
 
 
+def row_specs(encoded: EncodedTensor, count: int, dtype: torch.dtype, arch: str) -> list[KernelSpec]:
+    """The launches `rows` makes for `count` ids; [] when no kernel does it."""
+    from nstf.kernels.triton.decode import decode_spec
+    from nstf.kernels.triton.rotate import rotate_spec
+    from nstf.kernels.triton.shuffle_decode import shuffle_decode_spec
+    from nstf.kernels.triton.trellis import trellis_decode_specs
+
+    leaf = _stored_rows(encoded)
+    if len(encoded.shape) != 2 or leaf.tree.kind not in (*PACKED, *CODES) or not is_known(leaf, count):
+        return []
+    (out, width), params, stored = leaf.shape, leaf.tree.params, dtype if leaf is encoded else torch.float32
+    if leaf.tree.kind == "trellis":
+        made = trellis_decode_specs(params, out, width, count, stored, True, arch)
+    elif leaf.tree.kind == "shuffle":
+        made = [shuffle_decode_spec(params, out, width, count, stored, True)]
+    else:
+        layout = layout_of(leaf)
+        if layout is None:
+            return []
+        made = [decode_spec(layout, count, stored, True)]
+    if leaf is encoded:
+        return made
+    return [*made, rotate_spec(count, width, encoded.tree.params.block_in, 2, stored, dtype, False, arch)]
+
+
 def _stored_rows(encoded: EncodedTensor) -> EncodedTensor:
-    """What each row is stored as: in a basis of its columns alone, or in none."""
+    """The matrix whose rows are stored: x of a `rotated` matrix whose columns alone are rotated, else the matrix itself."""
     turned = encoded.tree.kind == "rotated" and not encoded.tree.params.block_out
     return children_of(encoded)["x"] if turned else encoded
 

@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Sums over the GPUs of one host in which every rank writes into the others' memory.
+"""All-reduce over the GPUs of one host by writing into each other's memory.
 
-Each value travels as one word of 64 bits with the number of the call, and the reader polls that word: neither a barrier nor
-a flag behind the data has to cross the link (the idea of NCCL's LL protocol). Every program exchanges 256 values of its own,
-so a product's last launch can do it (sums.py).
+Each value travels as one 64-bit word together with the number of the call, and the receiver polls that word. So no barrier
+and no flag has to cross the link after the data (the idea of NCCL's LL protocol). Every program exchanges 256 values and
+depends on no other program, so the last launch of a product can do it too (sums.py).
 
-A room has two halves that calls use in turn. A rank that writes call n + 2 has read all of call n + 1, which the others
-wrote after they had read call n. So nothing is overwritten that is still to be read.
+A buffer has two halves, which calls use in turn. A rank that writes call n + 2 has read all of call n + 1, and the others
+wrote that after they had read call n. So nothing is overwritten before it is read.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -19,13 +20,14 @@ from torch import Tensor
 from nstf.kernels.triton.launching import hardware_of, launch, multiples, overlap_options, overlaps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
-# Values of a program, one for each thread: where Triton gives a thread two, it polls in two layouts, one word after another.
-# Values of a sum at most: its words take eight bytes for each of them on the link.
+# Values of a program, one for each thread. With two, Triton made the exchange in two layouts, and a thread polled its words
+# one after the other.
 BLOCK = 256
 WARPS = BLOCK // 32
+# The largest sum.
 MOST_VALUES = 1 << 17
-# Polls a word until its upper half is the call's number; gives the lower half. Where none comes for 1.1e12 cycles, about ten
-# minutes (NCCL's limit too), it traps: the next call that waits for the GPU raises an error.
+# Polls a word until its upper half is the call's number; gives the lower half. After 1.1e12 cycles, about ten minutes (NCCL
+# waits as long), it traps: the next call that waits for the GPU raises an error.
 _POLL: tl.constexpr = tl.constexpr(
     """{
         .reg .pred there, late;
@@ -51,8 +53,8 @@ _PUSH: tl.constexpr = tl.constexpr("st.volatile.global.b64 [$1], $2; mov.b32 $0,
 
 @dataclass(frozen=True)
 class Peers:
-    """What a sum works on. rooms: int64 [ranks], where the memory of each rank begins: int64 [2, ranks, MOST_VALUES].
-    calls: int32 [MOST_VALUES / BLOCK], how many sums each program has made."""
+    """What a sum works on. rooms: int64 [ranks], addresses of the ranks' buffers, each int64 [2, ranks, MOST_VALUES] (half,
+    sender, value) and zero before the first sum. calls: int32 [MOST_VALUES / BLOCK], how many sums each program has made."""
 
     rooms: Tensor
     calls: Tensor
@@ -65,8 +67,8 @@ def exchanged(
     own, block, rooms, calls, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of own, f32 [BLOCK], added by rank: the same bits everywhere. block: the number of this program
-    among all of the launch; every launch that shares a room has programs of as many values."""
+    """The sum over ranks of own, f32 [BLOCK], added in the order of ranks: the same bits everywhere. block: the number of
+    this program in its launch. All launches that share a buffer must have programs of BLOCK values."""
     call = tl.load(calls + block, volatile=True) + 1
     half = (call & 1) * RANKS
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -119,6 +121,7 @@ def peer_sum_kernel(
     tl.store(values + at, total.to(values.dtype.element_ty), mask=at < size)
 
 
+@lru_cache(maxsize=1024)
 def peer_sum_spec(size: int, dtype: torch.dtype, rank: int, ranks: int, arch: str) -> KernelSpec:
     """The launch that sums `size` values over the ranks."""
     return KernelSpec(
@@ -136,11 +139,12 @@ def peer_sum_spec(size: int, dtype: torch.dtype, rank: int, ranks: int, arch: st
 
 
 def constants(rank: int, ranks: int, arch: str) -> dict[str, int | bool]:
-    """Those of `exchanged`."""
+    """The constants of `exchanged`."""
     return {"RANK": rank, "RANKS": ranks, "MOST": MOST_VALUES, "NVIDIA": hardware_of(arch) == 1}
 
 
 def peer_sum(values: Tensor, peers: Peers, arch: str) -> None:
-    """The sum over all ranks in the place of contiguous values, MOST_VALUES at most. All ranks must make the same calls."""
+    """Replaces contiguous `values`, at most MOST_VALUES in float32 or 16 bits, by their sum over all ranks. All ranks must
+    make the same calls in the same order."""
     spec = peer_sum_spec(values.numel(), values.dtype, peers.rank, peers.ranks, arch)
     launch(spec, values, peers.rooms, peers.calls, values.numel())

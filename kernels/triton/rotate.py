@@ -27,6 +27,8 @@ from nstf.kernels.triton.spec import KernelSpec, pointer_type
 RUNS = tl.constexpr(4)
 # Of a program: two warps.
 _AT_ONCE = 256
+# Rows of a launch: the limit of a CUDA grid's second axis.
+_MOST_ROWS = 65535
 
 
 @triton.jit
@@ -170,11 +172,13 @@ def rotate_spec(
 def rotate(
     x: Tensor, params: Params | None, side: int, dtype: torch.dtype, arch: str, tiled: bool = False
 ) -> Tensor:
-    """x [batch, size] turned by `params` (None: not at all) on its input (0) or output (1) side, as `dtype`; side 2: rows of
-    the stored matrix, back into the basis of the dense one (`formats.rotated.from_basis`).
+    """x [batch, size] turned by `params` (None: not at all) on its input (0) or output (1) side, as `dtype`. Side 2 takes
+    rows of the stored matrix back into the basis of the dense one (`formats.rotated.from_basis`).
 
     tiled: float32 [batch, 16, tiles], the order of the trellis kernels.
     """
+    if len(x) > _MOST_ROWS:
+        return torch.cat([rotate(part, params, side, dtype, arch, tiled) for part in x.split(_MOST_ROWS)])
     batch, size = x.shape
     block = 0 if params is None else (params.block_out if side == 1 else params.block_in)
     spec = rotate_spec(batch, size, block, side, x.dtype, dtype, tiled, arch)

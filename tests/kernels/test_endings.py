@@ -118,6 +118,25 @@ def test_what_has_no_ending() -> None:
     assert ended_specs(hollow(INT4, (4096, 4096)), 17, torch.bfloat16, adds, "sm_90") == []
 
 
+@pytest.mark.parametrize(
+    ("batch", "rows", "ranks", "some"),
+    [
+        (16, 8192, 2, True),
+        (16, 8192, 3, False),  # a rank sends its values to two others: more words than sums by memory take
+        (1, 2880, 2, True),
+        (2, 2880, 2, False),  # programs would end within a row: `peer_sum` puts values elsewhere
+        (2, 2816, 8, True),
+    ],
+)
+def test_an_ending_over_ranks_exchanges_what_a_sum_of_its_own_would(
+    batch: int, rows: int, ranks: int, some: bool
+) -> None:
+    """One rank may end its product so where another's part has no ending."""
+    matrix, ending = hollow(INT4, (rows, 2048)), Ending(adds=True, rank=1, ranks=ranks)
+    assert bool(ended_specs(matrix, batch, torch.bfloat16, ending, "sm_90")) == some
+    assert ended_specs(matrix, batch, torch.bfloat16, Ending(adds=True), "sm_90")
+
+
 @pytest.mark.parametrize(("kind", "rate"), [("trellis", (12,)), ("shuffle", 12)])
 def test_products_of_rotated_paths_end_too(kind: str, rate: object) -> None:
     """What turns the activations, the product, and its sum with what follows."""

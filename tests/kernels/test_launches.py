@@ -114,6 +114,60 @@ def test_every_launch_is_one_that_was_compiled_ahead(
             assert differing(launch, compiled) == {}, f"batch {batch}"
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    "name", ["int4", "mxfp4", "shuffle", "trellis", "rotated int4", "rotated shuffle", "rotated sections"]
+)
+def test_every_look_up_of_rows_is_compiled_ahead(
+    name: str, target: str, samples: Any, caught: list[dict[str, Any]]
+) -> None:
+    row, shape, leaf = ARCHITECTURES[target], (384, 512), samples.leaf
+    known = trees(samples, 384) | {
+        "rotated shuffle": samples.node("rotated", {"x": leaf("shuffle", quarter_bits=14)}, block_in=64),
+        "rotated sections": samples.node(
+            "rotated", {"x": leaf("trellis", quarter_bits=(10, 13), rows=(192, 192))}, block_in=128
+        ),
+    }
+    encoded = samples.random_encoded(known[name], shape)
+    if name == "rotated sections":
+        encoded.arrays["x.section"].fill_(0b01010101)  # of as many rows as the tree says
+    for count in (1, 2, 30, 64):
+        ahead = linear.row_specs(encoded, count, torch.bfloat16, target)
+        pretend(row, ahead)
+        caught.clear()
+        linear.read_rows(encoded, torch.zeros(count, dtype=torch.int64), torch.bfloat16, target)
+        expected = [compiled_facts(spec, row) for spec in ahead]
+        forget(ahead)
+        assert expected and [a["kernel"] for a in caught] == [b["kernel"] for b in expected]
+        for launch, compiled in zip(caught, expected, strict=True):
+            assert differing(launch, compiled) == {}, f"{count} rows"
+
+
+def test_what_no_kernel_looks_up_has_no_launches(samples: Any) -> None:
+    both = samples.node("rotated", {"x": samples.leaf("int", bits=4)}, block_in=64, block_out=64)
+    for tree in (both, trees(samples, 384)["low rank"], samples.leaf("dense", dtype="float16")):
+        encoded = samples.random_encoded(tree, (384, 512))
+        assert linear.row_specs(encoded, 1, torch.bfloat16, "sm_90") == []
+
+
+def test_more_rows_than_a_grid_holds_are_turned_in_several_launches(
+    samples: Any, caught: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65,536 rows and more, as of a long prompt's table, were an invalid launch."""
+    from nstf.kernels.triton import rotate
+
+    monkeypatch.setattr(rotate, "_MOST_ROWS", 100)
+    params = trees(samples, 384)["rotated int4"].params
+    sizes = (100, 100, 50)
+    ahead = [
+        rotate.rotate_spec(rows, 512, 128, 2, torch.float32, torch.float16, False, "gfx942") for rows in sizes
+    ]
+    pretend(ARCHITECTURES["gfx942"], ahead)
+    found = rotate.rotate(torch.zeros(250, 512), params, 2, torch.float16, "gfx942")
+    forget(ahead)
+    assert found.shape == (250, 512) and len(caught) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "split"),

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,23 @@ def test_stacks_and_the_kernels_of_decoding_are_compiled_too(tiny: ModuleType, t
     with open_artifact(other) as opened:
         assert list(stacked_matrices(opened)) == []
         assert decoder_specs(opened, (1,), torch.float16, architecture("gfx942")) == []
+
+
+@pytest.mark.parametrize("kind", ["trellis", "shuffle"])
+def test_look_ups_in_rotated_tables_are_compiled_too(kind: str, tiny: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from nstf import quantizers
+    from nstf.kernels.triton.architecture import architecture
+
+    module: Any = quantizers.method(kind)
+    model = tiny.new_model("LlamaForCausalLM")
+    tensors, name = tiny.encode_model(model), "model.embed_tokens.weight"
+    tensors[name] = module.encode(model.get_parameter(name).detach().float(), module.Params(block=32))
+    path = tmp_path / "rotated.nstf"
+    write_artifact(path, tensors, {"config.json": json.dumps(tiny.config_json(model)).encode()})
+    with open_artifact(path) as opened:
+        found = decoder_specs(opened, (1,), torch.float16, architecture("gfx942"))
+    assert {f"{kind}_embed", "rotate"} <= {spec.kind for spec in found}
 
 
 def test_the_kernels_of_a_plan_are_compiled_too(tiny: ModuleType, tmp_path: Path) -> None:

@@ -137,10 +137,25 @@ def test_a_prompt_that_cannot_be_captured_runs_as_it_is(
     assert len(tried) == 1 and "not permitted" in caplog.text
 
 
+def test_a_rank_that_cannot_capture_a_prompt_stops(tiny: ModuleType, tmp_path: Path) -> None:
+    """Its sums so far have met those of the others: run again, the prompt would add to other ones."""
+    model = loaded(tiny, tmp_path)
+    model.nstf_ranks = object()
+
+    def refuse(step: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("out of memory in the middle")
+
+    decoder, ids = Decoder(model, refuse), ids_of(30)
+    with torch.no_grad():
+        decoder.prompt(ids)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            decoder.prompt(ids)
+
+
 def test_prompts_run_as_they_are_where_nothing_is_captured(tiny: ModuleType, tmp_path: Path) -> None:
     model, seen = loaded(tiny, tmp_path), []
     decoder: Any = Decoder(model, Capture())
-    decoder._prompts._capture = None  # as of a divided model
+    decoder._prompts._capture = None  # as with trellis codes
     model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )

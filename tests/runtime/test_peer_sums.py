@@ -1,5 +1,6 @@
 """Sums by memory between two GPUs, and who gets none; the kernel itself is in tests/kernels/test_peers.py."""
 
+import logging
 import multiprocessing
 import os
 import socket
@@ -91,6 +92,28 @@ def test_a_cpu_has_none() -> None:
     assert peer_sums.made(2, torch.device("cpu")) is None and Ranks(0, 2).peers(torch.device("cpu")) is None
 
 
+def test_sums_belong_to_a_process_group_and_to_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    world = SimpleNamespace(WORLD=Group())
+    monkeypatch.setattr(
+        peer_sums,
+        "dist",
+        SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: "nccl", group=world),
+    )
+    asked: list[torch.device] = []
+    monkeypatch.setattr(peer_sums, "_agreed", lambda ranks, device: asked.append(device) or "sums")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for _ in range(2):
+        peer_sums.make(Ranks(1, 2), torch.device("cuda"))
+    assert asked == [torch.device("cuda", 1)]
+    assert peer_sums.made(2, torch.device("cuda")) == peer_sums.made(2, torch.device("cuda", 1)) == "sums"
+    assert peer_sums.made(2, torch.device("cuda", 0)) is peer_sums.made(3, torch.device("cuda", 1)) is None
+    world.WORLD = Group()  # the old group was destroyed
+    assert peer_sums.made(2, torch.device("cuda", 1)) is None
+
+
 @pytest.mark.parametrize(
     ("said", "near"),
     [
@@ -115,11 +138,35 @@ def test_ranks_need_a_gpu_each_on_one_host(
     monkeypatch.setattr(peer_sums, "arch_of", lambda device: "sm_90")
     monkeypatch.setattr(peer_sums, "_host", lambda: "host")
     monkeypatch.setattr(peer_sums.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(peer_sums, "_with_room", lambda ranks, device: made.append(1) or SimpleNamespace())
-    monkeypatch.setattr(peer_sums, "_adds_right", lambda sums, device: True)
+    monkeypatch.setattr(peer_sums, "_with_room", lambda *given: made.append(1) or SimpleNamespace(peers=None))
+    monkeypatch.setattr(peer_sums, "_adds_right", lambda *given: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
     ranks: Any = SimpleNamespace(rank=0, size=2, tell=tell)
     found = peer_sums._agreed(ranks, torch.device("cuda", 0))
     assert (found is not None) == near == bool(made)
     assert answers[:2] == [b"host 0", b"yes" if near else b"no"]
+
+
+def test_memory_that_cannot_be_shared_leaves_sums_to_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*given: object) -> None:
+        raise RuntimeError("no\nsymmetric memory")
+
+    answers: list[bytes] = []
+
+    def tell(word: bytes) -> list[bytes]:
+        answers.append(word)
+        return [b"host 0", b"host 1"] if len(answers) == 1 else [word, word]
+
+    monkeypatch.setattr(peer_sums, "unsuitable", lambda index: "")
+    monkeypatch.setattr(peer_sums, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(peer_sums.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(peer_sums, "_with_room", fails)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+    ranks: Any = SimpleNamespace(rank=0, size=2, tell=tell)
+    with caplog.at_level(logging.INFO, "nstf"):
+        assert peer_sums._agreed(ranks, torch.device("cuda", 0)) is None
+    assert answers[1:] == [b"yes", b"no"] and "NCCL makes all sums: no symmetric memory" in caplog.text

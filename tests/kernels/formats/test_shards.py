@@ -132,6 +132,16 @@ def test_parts_of_a_mapped_array_stay_views() -> None:
     assert part.arrays["codes"].data_ptr() == whole.arrays["codes"][16:].data_ptr()
 
 
+def test_rows_of_one_trellis_section_stay_views() -> None:
+    """Also the last ones, which fill no whole tile."""
+    tree = Node("trellis", format_of("trellis").Params((12,)))
+    whole = random_tensor(tree, (72, 48), 0)
+    parts = [shard(whole, span) for span in (Span(0, 0, 32), Span(0, 32, 72))]
+    assert torch.equal(joined(parts, 0), decode(whole))
+    storage = whole.arrays["codes"].untyped_storage().data_ptr()
+    assert all(p.arrays["codes"].untyped_storage().data_ptr() == storage for p in parts)
+
+
 def test_what_cannot_be_cut_says_where_it_could() -> None:
     whole = random_tensor(Node("int", format_of("int").Params(4, 32)), (8, 128), 0)
     with pytest.raises(FormatError, match=r"along axis 1 at multiples of 32, not from 0 to 48"):
