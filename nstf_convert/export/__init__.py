@@ -62,6 +62,10 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     output, own = request.output.resolve(), path.resolve()
     if output == own or output in own.parents:
         raise UsageError(f"the output {request.output} is or holds the artifact {path}: give another -o")
+    if request.source is not None and output in (request.source.resolve(), *request.source.resolve().parents):
+        raise UsageError(
+            f"the output {request.output} is or holds the source {request.source}: give another -o"
+        )
     with open_artifact(path, verify=True) as artifact:
         found = plan(artifact, request)
         if planned is not None:

@@ -44,7 +44,11 @@ def check_destination(output: Path, overwrite: bool) -> None:
 
 def _is_export(folder: Path) -> bool:
     """Whether the folder has a model card of ours."""
-    card = folder / "README.md"
+    return _is_card(folder / "README.md")
+
+
+def _is_card(card: Path) -> bool:
+    """Whether it is a model card of ours."""
     try:
         return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -87,6 +91,9 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             taken = [f.name for f in files if output.with_name(f.name).exists()]
             if taken and not overwrite:
                 raise UsageError(f"{output.with_name(taken[0])} exists: give another output, or `overwrite`")
+            foreign = [n for n in taken if n.endswith(CARD) and not _is_card(output.with_name(n))]
+            if foreign:
+                raise UsageError(f"{output.with_name(foreign[0])} is no card of nstf: give another output")
             _sync(partial)
             _replace_files(files, output)
             _remove(partial)

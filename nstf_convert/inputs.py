@@ -1,0 +1,43 @@
+"""No file that is written takes the place of one that is read, with --force neither."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from nstf.errors import UsageError
+
+# Endings of files that tools take for a model of theirs, or for its settings.
+FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
+# Endings of ours: nobody reads such a file as part of a folder of models or texts.
+_OURS = (".nstf", ".nstfk", ".html", ".svg", ".xml", ".calibration")
+
+
+def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "the output") -> None:
+    """Raises UsageError where `path`, `what` for messages, is one of the inputs or a file of one that is a folder."""
+    place = path.resolve()
+    for source in inputs:
+        if source is None or not _is_there(Path(source)):  # a hub name
+            continue
+        if place == Path(source).resolve():
+            raise UsageError(f"{what} {path} is the input{_named(path, source)}: give another name")
+        if (
+            Path(source).is_dir()
+            and Path(source).resolve() in place.parents
+            and (path.suffix.lower() in FOREIGN or path.exists())
+            and path.suffix.lower() not in _OURS
+        ):
+            raise UsageError(
+                f"{what} {path} would become part of the folder {source} that is read: put it elsewhere"
+            )
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something at a path; where no file can be called so, others say that."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _named(path: Path, source: str | Path) -> str:
+    """The input's own name where it is another: a link to it, say."""
+    return "" if str(source) == str(path) else f" {source}"
