@@ -58,8 +58,10 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     planned: called with the plan before anything is written. Raises UsageError (destination), UnsupportedError (target or
     loss), NstfError (space), and what `open_artifact` raises. A failed export leaves nothing.
     """
-    writing.check_destination(request.output, request.overwrite)
+    # Where a link leads, which is where the files go.
     output, own = request.output.resolve(), path.resolve()
+    single = output.suffix == SINGLE.get(request.target)
+    writing.check_destination(request.output, request.overwrite, single)
     if output == own or output in own.parents:
         raise UsageError(f"the output {request.output} is or holds the artifact {path}: give another -o")
     if request.source is not None and output in (request.source.resolve(), *request.source.resolve().parents):
@@ -72,8 +74,7 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
             planned(found)
         found.check_loss(request.allow_loss)
         writing.check_space(request.output, found.size_bytes)
-        single = request.output.suffix == SINGLE.get(request.target)
-        stem = request.output.stem if single else _stem(request.output.name)
+        stem = output.stem if single else _stem(output.name)
         with writing.staged(request.output, single, request.overwrite) as folder:
             _write(artifact, found, request, folder, stem)
             if single:  # tokenizer and config would take the place of neighbours of these names

@@ -26,29 +26,29 @@ CARD = ".md"
 UNFINISHED = ".nstf-unfinished"
 
 
-def check_destination(output: Path, overwrite: bool) -> None:
-    """Raises UsageError for a place where the export cannot go, before anything is read."""
+def check_destination(output: Path, overwrite: bool, single_file: bool = False) -> None:
+    """Raises UsageError for a place where the export cannot go, before anything is read. single_file: it is a file."""
     if not output.absolute().parent.is_dir():
         raise UsageError(
             f"the folder {output.absolute().parent} does not exist: create it, or give another output"
         )
-    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
-    if not taken:
+    if not output.exists() or (output.is_dir() and not single_file and not any(output.iterdir())):
         return
     if not overwrite:
         raise UsageError(f"the output {output} exists: give a new or empty folder, or `overwrite`")
     # A folder of something else, the original model's above all, is never removed for a slip of the keyboard.
     if output.is_dir() and not _is_export(output):
         raise UsageError(f"the output {output} is a folder that is no export of nstf: give another output")
+    # Nor is a file for a folder; and a device or a pipe for nothing: root can put a folder in the place of /dev/null.
+    if output.is_dir() == single_file or not (output.is_dir() or output.is_file()):
+        raise UsageError(
+            f"the output {output} is there and is no {'file' if single_file else 'folder'}: give another output"
+        )
 
 
 def _is_export(folder: Path) -> bool:
     """Whether the folder has a model card of ours."""
-    return _is_card(folder / "README.md")
-
-
-def _is_card(card: Path) -> bool:
-    """Whether it is a model card of ours."""
+    card = folder / "README.md"
     try:
         return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -91,9 +91,6 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             taken = [f.name for f in files if output.with_name(f.name).exists()]
             if taken and not overwrite:
                 raise UsageError(f"{output.with_name(taken[0])} exists: give another output, or `overwrite`")
-            foreign = [n for n in taken if n.endswith(CARD) and not _is_card(output.with_name(n))]
-            if foreign:
-                raise UsageError(f"{output.with_name(foreign[0])} is no card of nstf: give another output")
             _sync(partial)
             _replace_files(files, output)
             _remove(partial)

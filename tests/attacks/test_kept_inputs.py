@@ -8,7 +8,7 @@ import pytest
 import nstf_convert
 from nstf.errors import UsageError
 from nstf_convert.cli import run
-from nstf_convert.export.writing import MARK, staged
+from nstf_convert.export.writing import MARK
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
 ARTIFACT = Path(__file__).parents[1] / "golden" / "v1.nstf"
@@ -93,17 +93,3 @@ def test_what_nobody_reads_is_replaced_beside_a_model(folder: Path) -> None:
     for name in ("gates.xml", "old.nstf", "report.html", "frontier.svg"):
         (folder / "model" / name).write_bytes(b"ours")
         keep_inputs(folder / "model" / name, [folder / "model"])
-
-
-def test_a_card_that_is_not_ours_stays_beside_an_export(folder: Path) -> None:
-    card = folder / "m.README.md"
-    for text, replaced in (("notes of the user\n", False), (f"tags:\n{MARK}\n", True)):
-        card.write_text(text)
-        try:
-            with staged(folder / "m.gguf", single_file=True, overwrite=True) as partial:
-                (partial / "m.gguf").write_bytes(b"weights")
-                (partial / "m.README.md").write_text("new")
-        except UsageError as error:
-            assert not replaced and "no card of nstf" in str(error)
-        assert (card.read_text() == "new") is replaced
-        assert (folder / "m.gguf").exists() is replaced
