@@ -11,7 +11,7 @@ from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.header import TORCH_NAMES, parse_header
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.memory import empty
-from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_into, read_small
+from nstf_convert.checkpoint.paths import exists, member, open_regular, pread_all, read_into, read_small
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
 SINGLE = "model.safetensors"
@@ -48,6 +48,11 @@ def has_weights(folder: Path) -> bool:
 
 def _sharded(folder: Path) -> dict[str, Entry]:
     weight_map = read_index(member(folder, INDEX, str(folder)))
+    if exists(folder / SINGLE) and SINGLE not in weight_map.values():
+        raise UnsupportedError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and the shards of {INDEX}; "
+            "move one of them elsewhere"
+        )
     found: dict[str, Entry] = {}
     for shard in sorted(set(weight_map.values())):
         entries = _entries(member(folder, shard, str(folder / INDEX)))
