@@ -48,11 +48,6 @@ def has_weights(folder: Path) -> bool:
 
 def _sharded(folder: Path) -> dict[str, Entry]:
     weight_map = read_index(member(folder, INDEX, str(folder)))
-    if exists(folder / SINGLE) and SINGLE not in weight_map.values():
-        raise UnsupportedError(
-            f"{folder} holds two models: {SINGLE}, which transformers reads, and the shards of {INDEX}; "
-            "move one of them elsewhere"
-        )
     found: dict[str, Entry] = {}
     for shard in sorted(set(weight_map.values())):
         entries = _entries(member(folder, shard, str(folder / INDEX)))
@@ -65,6 +60,11 @@ def _sharded(folder: Path) -> dict[str, Entry]:
             raise CorruptError(
                 f"{folder / shard} does not hold tensor {name!r} although {INDEX} says so; download it again"
             )
+    if exists(folder / SINGLE) and SINGLE not in weight_map.values():
+        raise UnsupportedError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and the shards of {INDEX}; "
+            "move one of them elsewhere"
+        )
     return found
 
 

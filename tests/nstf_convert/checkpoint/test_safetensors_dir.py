@@ -119,7 +119,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, dtyp
 
 
 def test_values_whose_sum_overflows_are_finite(tmp_path: Path) -> None:
-    save_file({"w": torch.full((4,), 1e308, dtype=torch.float64)}, tmp_path / "x.safetensors")
+    save_file({"w": torch.full((4,), 3e38)}, tmp_path / "x.safetensors")
     with open_checkpoint(tmp_path / "x.safetensors") as checkpoint:
         assert checkpoint.get("w").shape == (4,)
 
