@@ -1,9 +1,9 @@
-"""No file that is written takes the place of one that is read, with --force neither."""
+"""No file that is written takes the place of one that is read, with --force neither, or of one that came meanwhile."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 
 # Endings of files that tools take for a model of theirs, or for its settings.
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
@@ -28,6 +28,16 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
             raise UsageError(
                 f"{what} {path} would become part of the folder {source} that is read: put it elsewhere"
             )
+
+
+def check_still_free(output: Path, force: bool) -> None:
+    """Raises NstfError where something is at `output` now that was not when the work for it began. No UsageError: with those
+    a work directory goes, and this one is worth hours."""
+    if output.exists() and not force:
+        raise NstfError(
+            f"{output} was written by something else meanwhile, and stays: move it and run the same again, which goes on "
+            "from here, or `force`"
+        )
 
 
 def _is_there(path: Path) -> bool:

@@ -85,6 +85,8 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
                 _card(artifact, found, request, stem)
             )
             files = writing.listed(folder)
+            # Another export may have come first, or files of the user's.
+            writing.check_destination(request.output, request.overwrite, single)
     return found, files
 
 
