@@ -64,10 +64,8 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     writing.check_destination(request.output, request.overwrite, single)
     if output == own or output in own.parents:
         raise UsageError(f"the output {request.output} is or holds the artifact {path}: give another -o")
-    if request.source is not None and output in (request.source.resolve(), *request.source.resolve().parents):
-        raise UsageError(
-            f"the output {request.output} is or holds the source {request.source}: give another -o"
-        )
+    if request.source is not None:
+        _keep_source(request.source, output)
     with open_artifact(path, verify=True) as artifact:
         found = plan(artifact, request)
         if planned is not None:
@@ -88,6 +86,20 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
             # Another export may have come first, or files of the user's.
             writing.check_destination(request.output, request.overwrite, single)
     return found, files
+
+
+def _keep_source(source: Path, output: Path) -> None:
+    """Raises UsageError where the export would take the place of the model that it rewrites, or of its weights."""
+    from nstf_convert.export.onnx_rewrite import weight_files
+
+    own = source.resolve()
+    if output in (own, *own.parents):
+        raise UsageError(f"the output {output} is or holds the source {source}: give another -o")
+    for file in weight_files(source):
+        if file.resolve() in (output, output.with_name(f"{output.stem}.onnx.data")):
+            raise UsageError(
+                f"the output {output} would replace {file}, weights of {source}: give another -o"
+            )
 
 
 def _write(artifact: Artifact, found: ExportPlan, request: Request, folder: Path, stem: str) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy
 import pytest
 
 import nstf_convert
@@ -93,3 +94,23 @@ def test_what_nobody_reads_is_replaced_beside_a_model(folder: Path) -> None:
     for name in ("gates.xml", "old.nstf", "report.html", "frontier.svg"):
         (folder / "model" / name).write_bytes(b"ours")
         keep_inputs(folder / "model" / name, [folder / "model"])
+
+
+def test_nor_the_weights_of_the_model_that_an_export_rewrites(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
+    graph = onnx.helper.make_graph([], "g", [], [], [weight])
+    model = onnx.helper.make_model(graph)
+    onnx.save_model(
+        model,
+        str(folder / "own.onnx"),
+        save_as_external_data=True,
+        location="new.onnx.data",
+        size_threshold=0,
+    )
+    before = contents(folder)
+    words = ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "own.onnx", "-o", "new.onnx"]
+    assert run(words) == 2 and "would replace new.onnx.data, weights of own.onnx" in capsys.readouterr().err
+    assert contents(folder) == before
