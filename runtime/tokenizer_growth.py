@@ -6,7 +6,6 @@ Rules that follow each other multiply. What is counted is the most that one of t
 
 from __future__ import annotations
 
-import base64
 import json
 
 from nstf.errors import UnsupportedError
@@ -77,6 +76,8 @@ def _replaced(pattern: Any, size: int) -> float:
 
 def _mapped(table: Any) -> float:
     """By the longest text of a table of sentencepiece: a trie behind its size, then texts that end with a zero."""
+    import base64
+
     try:
         raw = base64.b64decode(table)
     except (TypeError, ValueError):
