@@ -93,11 +93,12 @@ sanitize: $(STAMP) ## kernels, engine and server under Address-, UndefinedBehavi
 	    $(SANITIZE)/bin/python -m pytest -q -p no:cacheprovider tests/kernels/test_engine_matrix.py \
 	    tests/kernels/test_engine_chains.py tests/kernels/test_convolution.py tests/kernels/test_cpu_limits.py tests/kernels/test_sha256.py \
 	    tests/kernels/test_packed_linear.py tests/kernels/test_viterbi.py tests/kernels/test_generated_trees.py \
-	    tests/kernels/test_grouped.py tests/runtime/test_experts.py \
+	    tests/kernels/test_grouped.py tests/kernels/test_patches.py tests/runtime/test_experts.py \
 	    tests/kernels/test_large_pages.py::test_a_copy_gives_the_same_numbers_and_needs_its_source_no_more \
 	    tests/runtime/test_engine.py tests/runtime/test_engine_config.py tests/runtime/test_engine_overflow.py \
 	    tests/runtime/test_engine_batch.py tests/runtime/test_engine_go_on.py tests/runtime/test_engine_threads.py \
 	    tests/runtime/test_token_sampler.py tests/runtime/test_fused.py tests/runtime/test_fused_run.py \
+	    tests/runtime/test_messages.py tests/runtime/test_divided.py tests/runtime/test_tensor_parallel.py \
 	    tests/quantizers/test_shuffle.py \
 	    tests/integrations/serve/test_scheduler.py
 	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \

@@ -68,8 +68,6 @@ def convert(
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise UsageError(f"unknown option {unknown[0]!r}: there are {', '.join(known)}")
-    if target.resolve() == Path(model).resolve():
-        raise UsageError(f"the output {target} is the input: give another name")
     settings: dict[str, Any] = dict(options)
     chosen = ConvertOptions(
         model=str(model),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # The library merges a long text several times faster, which makes up for reading the vocabulary; a long word here takes
 # time by the square of its length.
 MOST_CHARACTERS, MOST_IN_WORD = 4096, 128
+# Tokens that a template puts around a text.
+_MOST_AROUND = 1024
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -181,6 +183,8 @@ def _template(stated: Mapping[str, Any] | None) -> tuple[list[int], list[int]]:
         else:
             ids: Sequence[int] = templates[0]["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
             (after if seen else before).extend(ids)
+        if len(before) + len(after) > _MOST_AROUND:
+            raise _Other
     if seen != 1 or any(type(i) is not int for i in (*before, *after)):
         raise _Other
     return before, after

@@ -18,6 +18,7 @@ from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
+from nstf.runtime.tokenizer_growth import check_growth
 from nstf.runtime.tokenizing import foreign_errors
 
 TYPE_CHECKING = False
@@ -151,6 +152,7 @@ def _library(artifact: Artifact, settings: Mapping[str, Any], content: bytes) ->
     """The `tokenizers.Tokenizer` of a tokenizer.json."""
     from tokenizers import Tokenizer
 
+    check_growth(content, artifact.where)
     with foreign_errors(f"{artifact.where}: its tokenizer.json cannot be read"):
         tokenizer = Tokenizer.from_buffer(content)
     added = tokenizer.get_added_tokens_decoder()

@@ -15,6 +15,7 @@ from nstf.runtime.artifact import open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, corrupt, short
 from nstf.runtime.skeleton import ARGUMENTS_OF, harmless, leads_away
+from nstf.runtime.tokenizer_growth import check_growth
 from nstf.runtime.tokenizing import is_panic
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
@@ -53,6 +54,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
         with disk_errors(Path(folder)):
             for name, content in files.items():
+                if name.startswith("tokenizer") and not name.endswith(_SETTINGS):
+                    check_growth(content, where)
                 Path(folder, name).write_bytes(_without_code(name, content, where))
         try:
             made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

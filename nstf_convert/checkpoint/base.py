@@ -85,7 +85,7 @@ class Checkpoint:
         """The parameter, read from disk into memory of its own.
 
         The dtype is the stored one; parameters of a quantised GGUF come as float32 values rounded to bfloat16.
-        Raises CorruptError for NaN or infinite values.
+        Raises CorruptError for NaN or infinite values, UnsupportedError for those that float32 does not hold.
         """
         tensor = self._recipe(name).build(self._source.read)
         bad = 0 if name in self._finite else _not_finite(tensor)
@@ -94,6 +94,11 @@ class Checkpoint:
             raise CorruptError(
                 f"{place}: tensor {name!r} has {bad} NaN or infinite values of {tensor.numel()}; "
                 f"the checkpoint is broken (a diverged training or a bad download), use another one"
+            )
+        if name not in self._finite and (beyond := _beyond_float32(tensor)):
+            place = self._source.describe(self._recipe(name).sources[0])
+            raise UnsupportedError(
+                f"{place}: tensor {name[:80]!r} {beyond}, which no model here computes with; save it as float32"
             )
         self._finite.add(name)
         return tensor
@@ -162,6 +167,17 @@ class NoParameterError(UnsupportedError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def _beyond_float32(tensor: Tensor) -> str:
+    """What of it would be lost in float32 altogether, or "": imaginary parts, numbers above its largest."""
+    if tensor.is_complex():
+        return f"has the type {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.dtype == torch.float64 and tensor.numel():
+        low, high = (float(x) for x in torch.aminmax(tensor))
+        if max(-low, high) > torch.finfo(torch.float32).max:
+            return f"has values up to {max(-low, high):.3g}"
+    return ""
 
 
 def _not_finite(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.header import TORCH_NAMES, parse_header
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.memory import empty
-from nstf_convert.checkpoint.paths import member, open_regular, pread_all, read_into, read_small
+from nstf_convert.checkpoint.paths import exists, member, open_regular, pread_all, read_into, read_small
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
 SINGLE = "model.safetensors"
@@ -60,6 +60,11 @@ def _sharded(folder: Path) -> dict[str, Entry]:
             raise CorruptError(
                 f"{folder / shard} does not hold tensor {name!r} although {INDEX} says so; download it again"
             )
+    if exists(folder / SINGLE) and SINGLE not in weight_map.values():
+        raise UnsupportedError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and the shards of {INDEX}; "
+            "move one of them elsewhere"
+        )
     return found
 
 

@@ -17,6 +17,7 @@ from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import leave_out_unused
+from nstf_convert.inputs import keep_inputs
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def convert(
     inputs = [model, *(settings["datasets"] or []), *map(str, filter(None, [settings["calibration"]]))]
     options.check_output(output, inputs, settings["force"])
     options.check_artifact_name(output)
-    check_reports(report or [], output, settings["force"])
+    check_reports(report or [], output, inputs, settings["force"])
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )
@@ -91,13 +92,14 @@ def next_step(output: Path, report: Mapping[str, Any]) -> str:
     return f"nstf.runtime.load('{output}') in Python"
 
 
-def check_reports(reports: list[Path], output: Path, force: bool) -> None:
-    """Raises UsageError for a report that cannot be written, before hours of work."""
+def check_reports(reports: list[Path], output: Path, inputs: list[str], force: bool) -> None:
+    """Raises UsageError for a report that cannot be written without losing anything, before hours of work."""
     for path in reports:
         if path.suffix.lower() not in REPORT_SUFFIXES:
             raise UsageError(f"--report {path}: the name must end in .html or .json")
         if path.resolve() == output.resolve():
             raise UsageError(f"--report {path} is the output itself: give another name")
+        keep_inputs(path, inputs, "--report")
         if not path.parent.is_dir():
             raise UsageError(f"--report {path}: the folder {path.parent} does not exist")
         if path.exists() and not force:

@@ -48,6 +48,8 @@ def explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if scarce is not None and not isinstance(error, KeyboardInterrupt):
         reason = clean(scarce) or "an allocation failed"
         return 1, f"out of memory: {reason}; {_memory_hint(reason, words)}"
+    if isinstance(error, FileNotFoundError) and error.filename is None and _folder_is_gone():
+        return UsageError.exit_code, "the current folder was removed: change to one that is there"
     if isinstance(error, OSError):
         return (UsageError.exit_code if no_place(error) else 1), _os_error(error)
     if isinstance(error, IndexError) and str(error) == _NO_ROW and any(w in OF_TEXT for w in words[:1]):
@@ -61,6 +63,17 @@ def explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
     if type(error).__name__ == "PanicException":  # of tokenizers, safetensors: Rust's, and no Exception
         return UnsupportedError.exit_code, f"a library gives up on a file of the model: {clean(error)}"
     return 1, f"{type(error).__name__}: {clean(error)}; run again with --debug for the traceback"
+
+
+def _folder_is_gone() -> bool:
+    """Whether the current folder was removed: relative paths lead nowhere then."""
+    from pathlib import Path
+
+    try:
+        Path.cwd()
+    except OSError:
+        return True
+    return False
 
 
 def _scarce(error: BaseException) -> BaseException | None:

@@ -10,6 +10,7 @@ import typer
 
 from nstf.errors import UsageError
 from nstf_convert.cli.sizes import BudgetKind, parse_budget, parse_bytes
+from nstf_convert.inputs import FOREIGN, keep_inputs
 
 if TYPE_CHECKING:
     from nstf.runtime.token_sampler import Settings
@@ -72,7 +73,6 @@ Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output
 NO_BUDGET: tuple[BudgetKind, float] = ("ratio", 1.0)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
 
 
 def check_model(model: str) -> None:
@@ -158,17 +158,7 @@ def default_output(model: str) -> Path:
 
 def check_output(output: Path, inputs: list[str], force: bool) -> None:
     """Raises UsageError unless `output` can be written without losing anything."""
-    for source in inputs:
-        if Path(source).exists() and output.resolve() == Path(source).resolve():
-            raise UsageError(f"the output {output} is the input: give another name with -o")
-        if (
-            Path(source).is_dir()
-            and Path(source).resolve() in output.resolve().parents
-            and output.suffix in _FOREIGN
-        ):
-            raise UsageError(
-                f"the output {output} would become part of the model it is made from: put it elsewhere"
-            )
+    keep_inputs(output, inputs)
     if output.is_dir():
         raise UsageError(f"the output {output} is a folder: give a file name such as {output / 'model.nstf'}")
     if output.exists() and not force:
@@ -192,7 +182,7 @@ def check_place(path: Path) -> None:
 
 def check_artifact_name(output: Path) -> None:
     """Raises UsageError for a name that other tools would take for a format of theirs and load wrongly."""
-    if output.suffix.lower() in _FOREIGN:
+    if output.suffix.lower() in FOREIGN:
         raise UsageError(
             f"the output {output.name} would be taken for a {output.suffix} file and loaded wrongly: "
             f"name it {output.with_suffix('.nstf').name}"

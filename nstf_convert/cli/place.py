@@ -11,6 +11,7 @@ from nstf.errors import NstfError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.sizes import format_bytes
+from nstf_convert.inputs import keep_inputs
 
 if TYPE_CHECKING:
     from nstf_convert.place.costs import Model
@@ -67,6 +68,8 @@ def place(
         raise UsageError(f"--aim {aim[:40]!r}: choose one of {', '.join(AIMS)}")
     if save_machine is not None and not measure:
         raise UsageError("--save-machine keeps what --measure finds: add --measure")
+    if save_machine is not None:
+        keep_inputs(save_machine, [model], "--save-machine")
     from nstf_convert.place.export import to_json
     from nstf_convert.place.fabric import Fabric
     from nstf_convert.place.machine import read_machine

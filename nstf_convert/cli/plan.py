@@ -12,6 +12,7 @@ from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import leave_out_unused
+from nstf_convert.inputs import keep_inputs
 
 
 @with_options(
@@ -73,6 +74,7 @@ def show_frontier(
     if svg is not None:
         if not svg.parent.is_dir():
             raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
+        keep_inputs(svg, [model, *(settings["datasets"] or []), settings["calibration"]], "--svg")
         options.check_place(svg)
     chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
     leave_out_unused(model)

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from nstf.errors import NstfError
+from nstf.errors import NstfError, UsageError
 from nstf_convert.cli.output import setup_logging
 
 # Seconds that the other ranks have to say why, once one failed.
@@ -37,7 +37,10 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any, own_cores: 
     Raises the error of the first rank that fails, always as an NstfError, and NstfError for one that dies.
     """
     if "RANK" in os.environ:
-        _silence(int(os.environ["RANK"]))
+        rank = os.environ["RANK"]
+        if not (rank.isascii() and rank.isdecimal()):
+            raise UsageError(f"RANK is {rank[:40]!r} in the environment: start by torchrun, or take it out")
+        _silence(int(rank[:9]))
         work(*arguments)
         return
     with socket.socket() as found:

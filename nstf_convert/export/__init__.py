@@ -58,18 +58,21 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     planned: called with the plan before anything is written. Raises UsageError (destination), UnsupportedError (target or
     loss), NstfError (space), and what `open_artifact` raises. A failed export leaves nothing.
     """
-    writing.check_destination(request.output, request.overwrite)
+    # Where a link leads, which is where the files go.
     output, own = request.output.resolve(), path.resolve()
+    single = output.suffix == SINGLE.get(request.target)
+    writing.check_destination(request.output, request.overwrite, single)
     if output == own or output in own.parents:
         raise UsageError(f"the output {request.output} is or holds the artifact {path}: give another -o")
+    if request.source is not None:
+        _keep_source(request.source, output)
     with open_artifact(path, verify=True) as artifact:
         found = plan(artifact, request)
         if planned is not None:
             planned(found)
         found.check_loss(request.allow_loss)
         writing.check_space(request.output, found.size_bytes)
-        single = request.output.suffix == SINGLE.get(request.target)
-        stem = request.output.stem if single else _stem(request.output.name)
+        stem = output.stem if single else _stem(output.name)
         with writing.staged(request.output, single, request.overwrite) as folder:
             _write(artifact, found, request, folder, stem)
             if single:  # tokenizer and config would take the place of neighbours of these names
@@ -80,7 +83,23 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
                 _card(artifact, found, request, stem)
             )
             files = writing.listed(folder)
+            # Another export may have come first, or files of the user's.
+            writing.check_destination(request.output, request.overwrite, single)
     return found, files
+
+
+def _keep_source(source: Path, output: Path) -> None:
+    """Raises UsageError where the export would take the place of the model that it rewrites, or of its weights."""
+    from nstf_convert.export.onnx_rewrite import weight_files
+
+    own = source.resolve()
+    if output in (own, *own.parents):
+        raise UsageError(f"the output {output} is or holds the source {source}: give another -o")
+    for file in weight_files(source):
+        if file.resolve() in (output, output.with_name(f"{output.stem}.onnx.data")):
+            raise UsageError(
+                f"the output {output} would replace {file}, weights of {source}: give another -o"
+            )
 
 
 def _write(artifact: Artifact, found: ExportPlan, request: Request, folder: Path, stem: str) -> None:

@@ -265,7 +265,14 @@ def _raised(model: Any, source: Path) -> Any:
     return model
 
 
-def _load(source: Path) -> Any:
+def weight_files(source: Path) -> list[Path]:
+    """The files beside a model that hold weights of it."""
+    model = _load(source, weights=False)
+    names = {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
+    return sorted(source.parent / name for name in names)
+
+
+def _load(source: Path, weights: bool = True) -> Any:
     try:
         import onnx
     except ImportError as error:
@@ -273,7 +280,7 @@ def _load(source: Path) -> Any:
     if not source.is_file():
         raise UsageError(f"no such file: {source}")
     try:
-        return onnx.load(str(source))
+        return onnx.load(str(source), load_external_data=weights)
     except Exception as error:
         # protobuf's DecodeError and onnx's own errors have no common class.
         raise CorruptError(

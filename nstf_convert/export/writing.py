@@ -26,20 +26,24 @@ CARD = ".md"
 UNFINISHED = ".nstf-unfinished"
 
 
-def check_destination(output: Path, overwrite: bool) -> None:
-    """Raises UsageError for a place where the export cannot go, before anything is read."""
+def check_destination(output: Path, overwrite: bool, single_file: bool = False) -> None:
+    """Raises UsageError for a place where the export cannot go, before anything is read. single_file: it is a file."""
     if not output.absolute().parent.is_dir():
         raise UsageError(
             f"the folder {output.absolute().parent} does not exist: create it, or give another output"
         )
-    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
-    if not taken:
+    if not output.exists() or (output.is_dir() and not single_file and not any(output.iterdir())):
         return
     if not overwrite:
         raise UsageError(f"the output {output} exists: give a new or empty folder, or `overwrite`")
     # A folder of something else, the original model's above all, is never removed for a slip of the keyboard.
     if output.is_dir() and not _is_export(output):
         raise UsageError(f"the output {output} is a folder that is no export of nstf: give another output")
+    # Nor is a file for a folder; and a device or a pipe for nothing: root can put a folder in the place of /dev/null.
+    if output.is_dir() == single_file or not (output.is_dir() or output.is_file()):
+        raise UsageError(
+            f"the output {output} is there and is no {'file' if single_file else 'folder'}: give another output"
+        )
 
 
 def _is_export(folder: Path) -> bool:

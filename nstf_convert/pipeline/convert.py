@@ -12,6 +12,7 @@ from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
+from nstf_convert.inputs import check_still_free, keep_inputs
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
@@ -191,6 +192,7 @@ def _measure_speed(run: Run, report: dict[str, Any]) -> None:
 
 
 def _check_output(options: ConvertOptions) -> None:
+    keep_inputs(options.output, [options.model, *options.datasets, options.calibration])
     if options.output.exists() and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     if not options.output.parent.is_dir():
@@ -226,6 +228,7 @@ def _write(run: Run, final: Final) -> tuple[dict[str, Any], int]:
     # The report first: once the file has its name, nothing is left to do.
     report = reporting.build(run, final, size)
     sources = mixes.sources(session, final.planned.mix, final.load)
+    check_still_free(session.options.output, session.options.force)
     written = write_artifact(session.options.output, sources, session.checkpoint.files(), meta)
     if written != size:
         raise NstfError(f"{session.options.output} has {written} bytes instead of {size}: please report this")

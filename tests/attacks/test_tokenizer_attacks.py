@@ -1,5 +1,6 @@
 """A tokenizer.json that its library reads, and fails at later: with plain errors, or panics, which are no Exceptions."""
 
+import base64
 import copy
 import json
 import sys
@@ -17,6 +18,7 @@ from nstf.runtime import load, load_tokenizer, stream, tokenizer_files
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine_text import pieces
 from nstf.runtime.engine_text import stream as engine_stream
+from nstf.runtime.tokenizer_growth import check_growth
 from nstf.runtime.tokenizing import encode
 
 EXAMPLE = json.loads(
@@ -70,6 +72,49 @@ def test_what_fails_with_a_text_is_one_line(tmp_path: Path, fault: str) -> None:
     ):
         with pytest.raises(UnsupportedError, match="tokenizer cannot encode this text"):
             way()
+
+
+LONG = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 1000}
+TOKEN = {"id": "A", "ids": [3] * 300, "tokens": ["x"] * 300}
+SPECIAL, TEXT = {"SpecialToken": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [TEXT], "special_tokens": {"A": TOKEN}}
+TABLE = base64.b64encode(bytes(4) + b"x" * 70_000 + bytes(1)).decode()
+GROWING: dict[str, dict[str, Any]] = {
+    "letters that become words, twice": {"normalizer": {"type": "Sequence", "normalizers": [LONG, LONG]}},
+    "a long text put before": {"normalizer": {"type": "Prepend", "prepend": "a" * 100_000}},
+    "a template of many tokens": {"post_processor": {**TEMPLATE, "single": [*[SPECIAL] * 300, TEXT]}},
+    "a template that repeats the text": {"post_processor": {**TEMPLATE, "single": [TEXT] * 100_000}},
+    "letters for bytes, again and again": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [EXAMPLE["pre_tokenizer"]] * 20}
+    },
+    "a map of characters with a long text": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": TABLE}},
+    "tokens that become words": {
+        "decoder": {"type": "Sequence", "decoders": [{**LONG, "pattern": {"String": "a"}}] * 2}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", GROWING)
+def test_a_text_is_not_made_gigabytes(tmp_path: Path, fault: str) -> None:
+    path = file_with(tmp_path / "m.nstf", **GROWING[fault])
+    for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "ä", 2))):
+        with pytest.raises(UnsupportedError, match="times as long by its"):
+            way()
+
+
+def test_rules_of_known_tokenizers_pass() -> None:
+    marks = [
+        {"type": "Replace", "pattern": {"String": a}, "content": b}
+        for a, b in (("…", "..."), ("“", '"'), ("—", "--"))
+    ]
+    spaces = [
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
+        {"type": "Prepend", "prepend": "▁"},
+    ]
+    check_growth(
+        json.dumps(EXAMPLE | {"normalizer": {"type": "Sequence", "normalizers": marks + spaces}}).encode(),
+        "x",
+    )
 
 
 class _Broken:

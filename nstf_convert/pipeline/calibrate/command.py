@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact.atomic_file import CHUNK_BYTES, replacing
+from nstf_convert.inputs import check_still_free
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.attention.plan import write_with_profile
@@ -22,6 +23,7 @@ def calibrate(options: ConvertOptions) -> Path:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         made = session.calibration.path
+        check_still_free(options.output, options.force)
         if options.context is not None:
             write_with_profile(session, session.calibration, options.output)
             return options.output

@@ -119,7 +119,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, dtyp
 
 
 def test_values_whose_sum_overflows_are_finite(tmp_path: Path) -> None:
-    save_file({"w": torch.full((4,), 1e308, dtype=torch.float64)}, tmp_path / "x.safetensors")
+    save_file({"w": torch.full((4,), 3e38)}, tmp_path / "x.safetensors")
     with open_checkpoint(tmp_path / "x.safetensors") as checkpoint:
         assert checkpoint.get("w").shape == (4,)
 
@@ -182,6 +182,27 @@ def test_a_tensor_in_two_shards_is_refused(make_folder: Make) -> None:
     save_file({**load_file(second), name: tensor}, second)
     with pytest.raises(CorruptError, match="is in two shards"):
         open_checkpoint(folder)
+
+
+def test_two_models_in_one_folder_are_refused(make_folder: Make) -> None:
+    """transformers reads the file, and nstf read the shards."""
+    folder = make_folder("LlamaForCausalLM", shard="20KB")
+    (folder / "model.safetensors").write_bytes(next(folder.glob("model-*.safetensors")).read_bytes())
+    with pytest.raises(UnsupportedError, match="holds two models"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor([1.0, -1e200], dtype=torch.float64), torch.tensor([1.0 + 2.0j])],
+    ids=["wide", "complex"],
+)
+def test_what_float32_does_not_hold_is_refused(tmp_path: Path, value: torch.Tensor) -> None:
+    save_file({"a": value, "b": torch.tensor([1e30], dtype=torch.float64)}, tmp_path / "x.safetensors")
+    with open_checkpoint(tmp_path / "x.safetensors") as checkpoint:
+        assert float(checkpoint.get("b")) == 1e30
+        with pytest.raises(UnsupportedError, match=r"'a' has (values up to 1e\+200|the type complex64)"):
+            checkpoint.get("a")
 
 
 def test_a_tensor_the_index_promises_must_be_there(make_folder: Make) -> None:

@@ -268,6 +268,12 @@ def test_generate_with_an_int8_cache(nstf, tiny):
         assert refused.code == 2 and "--kv-cache 'int4': choose one of float16, int8" in refused.err
 
 
+def test_profile_refuses_more_than_any_machine_holds(nstf, tiny):
+    for option in ("--batch", "--tokens"):
+        found = nstf("profile", tiny.folder, option, "99999999999999999999")
+        assert found.code == 2 and f"'{option}'" in found.err and found.err.count("\n") == 1
+
+
 def test_bench_keeps_the_options_of_a_gpu_for_a_gpu(nstf, tiny):
     for words in (("--tune",), ("--batch", 2), ("--kernels", "x.nstfk")):
         result = nstf("bench", tiny.coarse, *words)

@@ -97,6 +97,18 @@ def test_a_link_to_itself_is_wrong_use(nstf, pipeline, tiny, tmp_path):
     assert code == 2 and "--debug" not in said
 
 
+def test_a_current_folder_that_was_removed_is_wrong_use(nstf, tiny, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    found = nstf("convert", tiny.folder, *BUDGET, "-o", "m.nstf")
+    assert (
+        found.code == 2
+        and found.err == "error: the current folder was removed: change to one that is there\n"
+    )
+
+
 def test_the_output_is_never_lost_by_accident(nstf, pipeline, tiny, tmp_path):
     out = tmp_path / "m.nstf"
     out.write_bytes(b"old")

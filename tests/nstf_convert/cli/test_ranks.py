@@ -27,6 +27,13 @@ def test_the_error_of_a_rank_is_raised_and_the_others_end() -> None:
         as_ranks(2, options.check_stops, [""])
 
 
+def test_a_rank_that_is_no_number_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("abc", "-1", ""):
+        monkeypatch.setenv("RANK", text)
+        with pytest.raises(UsageError, match="in the environment: start by torchrun"):
+            as_ranks(2, print, "x")
+
+
 def fail(kind: type[Exception], message: str, last: bool) -> None:
     if last == (os.environ["RANK"] == "1"):
         raise kind(message)

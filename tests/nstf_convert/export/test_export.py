@@ -43,6 +43,35 @@ def test_it_says_the_bytes_before_and_writes_a_card_beside(
     assert str(tmp_path) not in text
 
 
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_what_appears_at_the_output_meanwhile_stays(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Another export's folder, or the user's, was taken for none."""
+    output, real = tmp_path / f"x.{to}", exports._card
+
+    def card(*given: Any) -> str:
+        (output if to == "gguf" else output / "notes").parent.mkdir(exist_ok=True)
+        (output if to == "gguf" else output / "notes").write_text("mine")
+        return real(*given)
+
+    monkeypatch.setattr(exports, "_card", card)
+    assert run(["export", str(artifact), "--to", to, "-o", str(output)]) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", output.name]
+    assert (output if to == "gguf" else output / "notes").read_text() == "mine"
+
+
+def test_an_output_that_is_a_link_gets_the_files_where_it_leads(artifact: Path, tmp_path: Path) -> None:
+    """They had the link's name there, and the file that it leads to stayed the old one."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "real.gguf").write_bytes(b"old")
+    (tmp_path / "m.gguf").symlink_to("disk/real.gguf")
+    words = ["export", str(artifact), "--to", "gguf", "-o", str(tmp_path / "m.gguf"), "--overwrite"]
+    assert run(words) == 0
+    assert sorted(p.name for p in (tmp_path / "disk").iterdir()) == ["real.README.md", "real.gguf"]
+    assert (tmp_path / "m.gguf").is_symlink() and (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
+
+
 def test_the_card_names_files_and_not_where_they_lie(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

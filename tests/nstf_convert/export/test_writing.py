@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nstf.errors import UsageError
 from nstf_convert.export import writing
 
 
@@ -79,6 +80,25 @@ def test_an_output_that_is_a_link_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "m").is_symlink()
     assert [path.name for path in (tmp_path / "disk" / "m").iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "m"]
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "folder"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_nothing_of_another_kind_is_replaced(tmp_path: Path, kind: str, linked: bool) -> None:
+    """A folder took the place of a file, and of a device: root could lose /dev/null."""
+    there = tmp_path / "there.gguf"
+    {"file": Path.touch, "pipe": os.mkfifo, "folder": Path.mkdir}[kind](there)
+    output = tmp_path / "link" if linked else there
+    if linked:
+        output.symlink_to(there)
+    before = there.stat()
+    wrong = [single for single in (True, False) if (kind == "pipe" or single == (kind == "folder"))]
+    for single in wrong:
+        with pytest.raises(UsageError, match=r"is there and is no|is no export"):
+            writing.check_destination(output, overwrite=True, single_file=single)
+    if len(wrong) == 1:
+        writing.check_destination(output, overwrite=True, single_file=not wrong[0])
+    assert there.stat() == before and output.is_symlink() == linked
 
 
 @pytest.mark.parametrize("at", range(4))

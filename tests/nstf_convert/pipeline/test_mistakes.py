@@ -2,14 +2,16 @@
 
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from nstf.errors import CorruptError, NstfError, UsageError
-from nstf_convert.pipeline import convert
+from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.calibrate import make
+from nstf_convert.pipeline.session import Session
 
 
 def test_a_dataset_that_is_too_short_leaves_no_work_directory(options, tmp_path) -> None:
@@ -119,3 +121,25 @@ def test_errors_of_the_library_say_what_an_option_means_and_name_no_flag(options
         with pytest.raises(UsageError, match=message) as caught:
             convert(options(datasets=(str(dataset),)))
         assert "--" not in str(caught.value) and str(caught.value).startswith(f"the dataset {dataset}")
+
+
+@pytest.mark.parametrize("command", [convert, calibrate])
+def test_an_output_that_appears_meanwhile_stays_and_the_work_is_kept(
+    options, monkeypatch, command: Callable[[object], object]
+) -> None:
+    """Another conversion's file, or the user's, was replaced without force."""
+    chosen = options(("ratio", 0.6))
+    real = Session.__enter__
+
+    def entered(session: Session) -> Session:
+        chosen.output.write_bytes(b"another's")
+        return real(session)
+
+    monkeypatch.setattr(Session, "__enter__", entered)
+    with pytest.raises(NstfError, match="was written by something else meanwhile") as raised:
+        command(chosen)
+    assert not isinstance(raised.value, UsageError) and chosen.output.read_bytes() == b"another's"
+    assert chosen.output.with_name(chosen.output.name + ".work").is_dir()
+    monkeypatch.undo()
+    command(options(("ratio", 0.6), force=True))
+    assert chosen.output.read_bytes() != b"another's"

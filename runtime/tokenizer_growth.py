@@ -1,0 +1,103 @@
+"""How much longer the rules of a tokenizer.json can make a text: a file of a few hundred bytes can turn one word into
+gigabytes, which `tokenizers` makes before anything can be asked of it.
+
+Rules that follow each other multiply. What is counted is the most that one of them can do, whether a text lets it or not.
+"""
+
+from __future__ import annotations
+
+import json
+
+from nstf.errors import UnsupportedError
+from nstf.runtime.artifact.header import check_nesting
+from nstf.runtime.imports import uncollected
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# Times the length of a text, or of its tokens. Known tokenizers stay below 100.
+MOST = 1 << 16
+# Parts of the file whose rules a text goes through one after the other, and the names of what each may hold more of.
+_BEFORE, _AFTER = ("normalizer", "pre_tokenizer"), ("post_processor", "decoder")
+_SEVERAL = ("normalizers", "pretokenizers", "processors", "decoders")
+# A character becomes the letters that stand for its bytes; a letter between two spaces; a word behind another letter.
+_FIXED = {"ByteLevel": 2.0, "BertNormalizer": 3.0, "Metaspace": 2.0}
+
+
+def check_growth(content: bytes, where: object) -> None:
+    """Raises UnsupportedError for a tokenizer.json whose rules can make more of a text than MOST times its length. One that
+    is no JSON, or that has other parts than those known here, is left to the library."""
+    try:
+        check_nesting(content, "the text")
+        with uncollected():
+            stated = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(stated, dict):
+        return
+    for parts in (_BEFORE, *((part,) for part in _AFTER)):
+        times = 1.0
+        for part in parts:
+            times = min(times * _times(stated.get(part)), 1e300)
+        if times > MOST:
+            raise UnsupportedError(
+                f"{where}: its tokenizer.json can make a text {times:.3g} times as long by its {' and '.join(parts)}, "
+                f"more than {MOST}; use the original model's tokenizer"
+            )
+
+
+def _times(rule: Any) -> float:
+    """The most by which a rule, or the rules in it, make a text longer."""
+    if not isinstance(rule, dict):
+        return 1.0
+    times = 1.0
+    for name in _SEVERAL:
+        for inner in rule[name] if isinstance(rule.get(name), list) else ():
+            times = min(times * _times(inner), 1e300)
+    # By their fields: older files do not name the types of rules.
+    if "pattern" in rule and "content" in rule:
+        return times * _replaced(rule["pattern"], _length(rule["content"]))
+    if "prepend" in rule:
+        return times * (1 + _length(rule["prepend"]))
+    if "precompiled_charsmap" in rule:
+        return times * _mapped(rule["precompiled_charsmap"])
+    if "single" in rule:
+        return times * max(_laid_out(rule, rule.get(name)) for name in ("single", "pair"))
+    return times * _FIXED.get(str(rule.get("type")), 1.0)
+
+
+def _replaced(pattern: Any, size: int) -> float:
+    """By another text of `size` bytes: a text as often as it fits, an expression between any two letters."""
+    text = pattern.get("String") if isinstance(pattern, dict) else pattern
+    length = _length(text)
+    return max(1.0, size / length) if length else 1.0 + size
+
+
+def _mapped(table: Any) -> float:
+    """By the longest text of a table of sentencepiece: a trie behind its size, then texts that end with a zero."""
+    import base64
+
+    try:
+        raw = base64.b64decode(table)
+    except (TypeError, ValueError):
+        return 1.0
+    texts = raw[4 + int.from_bytes(raw[:4], "little") :]
+    return float(max(1, max(map(len, texts.split(b"\0")))))
+
+
+def _laid_out(rule: dict[str, Any], pieces: Any) -> float:
+    """By a template: each text in it as often as it stands there, and the tokens besides."""
+    special = rule.get("special_tokens")
+    known = special if isinstance(special, dict) else {}
+    total = 0
+    for piece in pieces if isinstance(pieces, list) else ():
+        name = (piece.get("SpecialToken") or {}).get("id") if isinstance(piece, dict) else None
+        token = known.get(name) if isinstance(name, str) else None
+        ids = token.get("ids") if isinstance(token, dict) else None
+        total += len(ids) if isinstance(ids, list) else 1
+    return float(max(1, total))
+
+
+def _length(text: Any) -> int:
+    return len(text.encode("utf-8", errors="replace")) if isinstance(text, str) else 0

@@ -1,0 +1,116 @@
+"""No command writes over a file that it reads, with --force neither: one line, exit code 2, the file as it was."""
+
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+
+import nstf_convert
+from nstf.errors import UsageError
+from nstf_convert.cli import run
+from nstf_convert.export.writing import MARK
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
+ARTIFACT = Path(__file__).parents[1] / "golden" / "v1.nstf"
+QUESTIONS = MODEL.parents[1] / "data" / "questions.jsonl"
+EVAL = ["eval", "m.nstf", "--reference", "model", "--dataset", "texts", "--tasks", "q.jsonl", "--junit"]
+PLAN = ["plan", "model", "--frontier", "--dataset", "texts", "--calibration", "c.calibration", "--svg"]
+CONVERT = [
+    "convert",
+    "model",
+    "--budget",
+    "0.5",
+    "--dataset",
+    "texts",
+    "--calibration",
+    "c.calibration",
+    "--force",
+]
+# The last word is the input that would be lost.
+COMMANDS = [
+    *([*EVAL, name] for name in ("m.nstf", "q.jsonl", "texts/a.txt", "model/config.json", "link.xml")),
+    *([*PLAN, name] for name in ("c.calibration", "texts/a.txt", "model/model.safetensors")),
+    *([*CONVERT, "-o", "new.nstf", "--report", f"model/{name}.json"] for name in ("config", "tokenizer")),
+    *([*CONVERT, "-o", name] for name in ("texts/a.txt", "c.calibration")),
+    ["calibrate", "model", "--dataset", "texts", "--force", "-o", "texts/a.txt"],
+    ["place", "m.nstf", "--measure", "--save-machine", "m.nstf"],
+    ["place", "model/config.json", "--encoding", "int4", "--measure", "--save-machine", "model/config.json"],
+    ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "s.onnx", "-o", "s.onnx"],
+    ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "exported/s.onnx", "-o", "exported"],
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Inputs of every kind, in the current folder."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a text " * 100)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "README.md").write_text(f"tags:\n{MARK}\n")
+    for name in ("c.calibration", "s.onnx", "exported/s.onnx"):
+        (tmp_path / name).write_bytes(b"an input")
+    shutil.copytree(MODEL, tmp_path / "model")
+    shutil.copy(ARTIFACT, tmp_path / "m.nstf")
+    shutil.copy(QUESTIONS, tmp_path / "q.jsonl")
+    (tmp_path / "link.xml").symlink_to("m.nstf")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "words", COMMANDS, ids=lambda words: f"{words[0]}-{words[-2].strip('-')}-{words[-1]}"
+)
+def test_no_input_is_written_over(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(folder)
+    assert run(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and printed.startswith("error: ") and words[-1] in printed
+    assert contents(folder) == before
+
+
+def test_nor_by_a_conversion_in_python(folder: Path) -> None:
+    before = contents(folder)
+    for output in ("texts/a.txt", "model/config.json", "c.calibration"):
+        with pytest.raises(UsageError, match=output):
+            nstf_convert.convert(
+                "model",
+                budget=0.5,
+                output=output,
+                dataset="texts",
+                calibration=Path("c.calibration"),
+                force=True,
+            )
+    assert contents(folder) == before
+
+
+def test_what_nobody_reads_is_replaced_beside_a_model(folder: Path) -> None:
+    from nstf_convert.inputs import keep_inputs
+
+    for name in ("gates.xml", "old.nstf", "report.html", "frontier.svg"):
+        (folder / "model" / name).write_bytes(b"ours")
+        keep_inputs(folder / "model" / name, [folder / "model"])
+
+
+def test_nor_the_weights_of_the_model_that_an_export_rewrites(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
+    graph = onnx.helper.make_graph([], "g", [], [], [weight])
+    model = onnx.helper.make_model(graph)
+    onnx.save_model(
+        model,
+        str(folder / "own.onnx"),
+        save_as_external_data=True,
+        location="new.onnx.data",
+        size_threshold=0,
+    )
+    before = contents(folder)
+    words = ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "own.onnx", "-o", "new.onnx"]
+    assert run(words) == 2 and "would replace new.onnx.data, weights of own.onnx" in capsys.readouterr().err
+    assert contents(folder) == before
