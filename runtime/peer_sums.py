@@ -10,7 +10,7 @@ import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nstf.kernels.triton.linear import arch_of, unsuitable
+from nstf.runtime.messages import Told
 
 if TYPE_CHECKING:
     from nstf.kernels.triton.peers import Peers
@@ -27,17 +28,6 @@ MOST_WORDS = 1 << 17
 _log = logging.getLogger("nstf")
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-class Told(Protocol):
-    """Ranks that tell each other a word (runtime/ranks.py)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def tell(self, word: bytes) -> list[bytes]:
-        """What every rank says, at most 255 bytes each."""
 
 
 @dataclass(frozen=True)
