@@ -1,12 +1,12 @@
 """Planned attention on a GPU against torch's: prefill over bands and predicted blocks, decoding over quantised pages.
 
-    python benchmarks/attention_gpu.py [--quick] [--only dense,bands,blocks,decode,tune] [--json FILE]
+    python benchmarks/attention_gpu.py [--quick] [--only dense,bands,blocks,decode,tune] [--sequences 1 4] [--json FILE]
 
-Heads of an 8B model: 32 query and 8 KV heads of 128, causal, bfloat16, one sequence. All figures come from one run, so
-that they share clock and temperature. A time is the median of single launches between events (prefill), or of replays of
-a graph of several steps over caches that together exceed the second-level cache (decode). torch's side is the fastest of
-the SDPA backends that run (cuDNN, flash, memory-efficient). `--tune` tries a short list of tiles, warps and stages first,
-and uses the best of each kernel.
+Heads of an 8B model: 32 query and 8 KV heads of 128, causal, bfloat16, one sequence (decoding: --sequences). All figures
+come from one run, so that they share clock and temperature. A time is the median of single launches between events
+(prefill), or of replays of a graph of several steps over caches that together exceed the second-level cache (decode).
+torch's side is the fastest of the SDPA backends that run (cuDNN, flash, memory-efficient). `--tune` tries a short list of
+tiles, warps and stages first, and uses the best of each kernel.
 
 Random queries attend to random keys alike, so that a prediction would find nothing to leave out: keys are drawn in
 clusters, and each query block looks for a few of them. The threshold is then set so that the blocks computed are the asked
@@ -16,6 +16,7 @@ density.
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the shorter contexts only")
     parser.add_argument("--tune", action="store_true", help="try a short list of tiles first")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4], help="that decode together")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -287,10 +289,12 @@ def main() -> None:
         ]
     if "decode" in parts:
         found["decode"] = []
-        for count in (16384,) if options.quick else (16384, 65536):
-            sdpa_s = sdpa_decode(count)
+        for count, sequences in product(
+            (16384,) if options.quick else (16384, 65536, 131072), options.sequences
+        ):
+            sdpa_s = sdpa_decode(count, sequences)
             found["decode"] += [
-                decode_row(count, name, *forms, sdpa_s, read, tiles.get(f"decode, {name}"))
+                decode_row(count, name, *forms, sdpa_s, read, tiles.get(f"decode, {name}"), sequences)
                 for name, forms in FORMATS.items()
             ]
     if options.json:

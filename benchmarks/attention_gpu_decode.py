@@ -53,9 +53,9 @@ def graph_seconds(calls: list[Callable[[], object]]) -> float:
 
 
 def caches(
-    count: int, keys: KVFormat, values: KVFormat, tile: dict[str, int] | None
+    count: int, keys: KVFormat, values: KVFormat, tile: dict[str, int] | None, sequences: int = 1
 ) -> tuple[list[Any], int]:
-    """(steps of decoding over caches of random codes, bytes each must read)."""
+    """(steps of decoding over caches of random codes of so many sequences, bytes each must read)."""
     layer = LayerPlan(
         (HeadPlan("full", {}, 0, 0.0, 1.0),) * HEADS, (GroupPlan(0, 0, 0, keys, values),) * KV_HEADS
     )
@@ -64,18 +64,18 @@ def caches(
     steps: list[Any] = []
     bytes_each = 0
     while not steps or len(steps) * bytes_each < STEP_BYTES:
-        pool = PagePool([form], 1, count, torch.bfloat16, torch.device("cuda"))
+        pool = PagePool([form], sequences, count, torch.bfloat16, torch.device("cuda"))
         pool.reserve(count)
         for slab in pool.slabs:
             # Any codes; scales and numbers of 16 bits that are small and finite.
             slab.view(torch.uint8).random_(0, 60, generator=generator)
         cache = LayerCache(pool, 0)
-        qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * SIZE, device="cuda", dtype=torch.bfloat16)
+        qkv = torch.randn(sequences, (HEADS + 2 * KV_HEADS) * SIZE, device="cuda", dtype=torch.bfloat16)
         angles = (torch.ones(count, SIZE // 2, device="cuda"), torch.zeros(count, SIZE // 2, device="cuda"))
         # Not the last of a page: once in 64 tokens its codes are made too.
         position = torch.tensor([count - 2], device="cuda")
         pages = count // 64
-        bytes_each = pool.page_bytes * max(pages - 2, 0) + 2 * 64 * KV_HEADS * SIZE * 4
+        bytes_each = sequences * (pool.page_bytes * max(pages - 2, 0) + 2 * 64 * KV_HEADS * SIZE * 4)
 
         def step(
             cache: LayerCache = cache, qkv: Tensor = qkv, angles: Any = angles, at: Tensor = position
@@ -87,34 +87,44 @@ def caches(
 
 
 def decode_row(
-    count: int, name: str, keys: KVFormat, values: KVFormat, sdpa_s: float, read: float, tile: Any
+    count: int,
+    name: str,
+    keys: KVFormat,
+    values: KVFormat,
+    sdpa_s: float,
+    read: float,
+    tile: Any,
+    sequences: int,
 ) -> Any:
-    steps, size = caches(count, keys, values, tile)
+    steps, size = caches(count, keys, values, tile, sequences)
     time_s = graph_seconds(steps)
     print(
-        f"decode {count}, {name}: {time_s * 1e6:.1f} us, {size / time_s / read:.2f} of the bandwidth of "
+        f"decode {sequences} x {count}, {name}: {time_s * 1e6:.1f} us, {size / time_s / read:.2f} of the bandwidth of "
         f"{read / 1e12:.2f} TB/s, {sdpa_s / time_s:.2f} times 16-bit SDPA ({sdpa_s * 1e6:.1f} us)",
         flush=True,
     )
-    return {"tokens": count, "format": name, "time_s": time_s, "bytes": size, "of_bandwidth": size / time_s / read,
-            "over_sdpa": sdpa_s / time_s}  # fmt: skip
+    return {"sequences": sequences, "tokens": count, "format": name, "time_s": time_s, "bytes": size,
+            "of_bandwidth": size / time_s / read, "over_sdpa": sdpa_s / time_s}  # fmt: skip
 
 
-def sdpa_decode(count: int) -> float:
-    """16-bit SDPA of one query, the fastest backend, over caches that exceed the second-level cache."""
+def sdpa_decode(count: int, sequences: int) -> float:
+    """16-bit SDPA of one query of each sequence, the fastest backend, over caches that exceed the second-level cache."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    each = 4 * KV_HEADS * count * SIZE
+    each = 4 * sequences * KV_HEADS * count * SIZE
     held = [
-        tuple(torch.randn(1, KV_HEADS, count, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        tuple(
+            torch.randn(sequences, KV_HEADS, count, SIZE, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
         for _ in range(max(2, STEP_BYTES // each))
     ]
-    q = torch.randn(1, HEADS, 1, SIZE, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(sequences, HEADS, 1, SIZE, device="cuda", dtype=torch.bfloat16)
     times = []
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         # Heads as they are, and the queries of a KV head as rows, where no key is read twice.
         for rows in (False, True):
-            query = q.view(1, KV_HEADS, HEADS // KV_HEADS, SIZE) if rows else q
+            query = q.view(sequences, KV_HEADS, HEADS // KV_HEADS, SIZE) if rows else q
 
             def call(pair: Any, query: Tensor = query, backend: Any = backend, rows: bool = rows) -> object:
                 with sdpa_kernel(backend):

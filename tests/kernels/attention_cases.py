@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
-from nstf.runtime.kv_formats import PLAIN, KVFormat, reference_attention, rotated
+from nstf.runtime.kv_formats import PLAIN, KVFormat, predicted_blocks, reference_attention, rotated
 
 
 def fmt(text: str) -> KVFormat:
@@ -329,18 +329,21 @@ def reference_chunks(q: Tensor, k: Tensor, v: Tensor, layer: LayerPlan, chunks: 
 # five times as much. Of the twelve the largest is 4.0e-3 when decoding and 5e-4 in prompts, which multiply numbers.
 GENERATED_LIMIT = 6e-3
 GENERATED = {f"generated {seed}": seed for seed in range(12)}
+# Prompts of so many blocks that heads by blocks leave some out; `blocks_left_out` says how many.
+LONG = {f"generated, long {seed}": seed for seed in range(100, 106)}
 _FORMS = ("16", "8c", "8tr", "4c", "4t", "4cr", "4tr", "2c", "2tr")
 
 
 def generated(seed: int) -> tuple[LayerPlan, int, tuple[int, ...]]:
-    """A layer with patterns, rings and formats drawn at random, its head size, and chunks of a prompt."""
-    draw = random.Random(seed)
+    """A layer with patterns, rings and formats drawn at random, its head size, and chunks of a prompt. The first
+    head of LONG reads by blocks."""
+    draw, long = random.Random(seed), seed in LONG.values()
     heads: list[HeadPlan] = []
     groups = []
     per_group = draw.choice((1, 2, 3))
     for _ in range(2):
         keys, values = fmt(draw.choice(_FORMS)), fmt(draw.choice(_FORMS))
-        if draw.random() < 0.4:
+        if draw.random() < 0.4 and (groups or not long):
             ring = draw.choice((0, 3, 70)), draw.choice((1, 20, 64, 130)), draw.choice((0, 100, 200))
             groups.append(GroupPlan(*ring, keys, values))
             heads += [
@@ -361,7 +364,33 @@ def generated(seed: int) -> tuple[LayerPlan, int, tuple[int, ...]]:
                 )
             )
     chunks = draw.choice(((256, 70), (200,), (128, 190)))
+    if long:
+        heads[0] = HeadPlan("block_sparse", {"threshold": 0.5, "stride": 16}, 129, 0.0, 1.0)
+        chunks = draw.choice(((1024,), (640, 300), (512, 512)))
     return LayerPlan(tuple(heads), tuple(groups)), draw.choice((64, 64, 128)), chunks
+
+
+def blocks_left_out(seed: int) -> float:
+    """The share of the blocks below the diagonal that the first head of a long generated prompt does not read."""
+    layer, size, chunks = generated(seed)
+    q, k, _ = drawn(seed, layer, size, sum(chunks))
+    threshold, stride, _ = layer.heads[0].block_sparse or (1.0, 16, 0)
+    read = [
+        predicted_blocks(
+            q[0, 128 * b : 128 * (b + 1)], k[0], block=b, scale=size**-0.5, threshold=threshold, stride=stride
+        )
+        for b in range(1, chunks[0] // 128)
+    ]
+    return 1.0 - float(torch.cat(read).float().mean())
+
+
+def drawn(seed: int, layer: LayerPlan, size: int, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a generated case, [heads, total, size] and twice [2, total, size], float16."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = len(layer.heads)
+    q, k, v = (torch.randn(n, total, size, generator=generator) for n in (heads, 2, 2))
+    q = q + 2.0 * k.repeat_interleave(heads // 2, dim=0)[:, torch.arange(total) // 3]
+    return q.half(), k.half(), v.half()
 
 
 def generated_error(seed: int, device: str) -> float:
@@ -372,10 +401,7 @@ def generated_error(seed: int, device: str) -> float:
     layer, size, chunks = generated(seed)
     heads, prompt = len(layer.heads), sum(chunks)
     total = prompt + 2
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, total, size, generator=generator) for n in (heads, 2, 2))
-    q = q + 2.0 * k.repeat_interleave(heads // 2, dim=0)[:, torch.arange(total) // 3]
-    q, k, v = q.half(), k.half(), v.half()
+    q, k, v = drawn(seed, layer, size, total)
     pool = PagePool([compiled(layer, size)], 1, total, torch.float16, torch.device(device))
     cache, start, found = LayerCache(pool, 0), 0, []
     for count in chunks:
@@ -433,14 +459,14 @@ def errors(device: str, names: list[str] | None = None) -> dict[str, float]:
     for name, chunked in PREFILL.items():
         if not names or name in names or f"prefill: {name}" in names:
             found[f"prefill: {name}"] = prefill_error(chunked, device)
-    for name, seed in GENERATED.items():
+    for name, seed in (GENERATED | LONG).items():
         if not names or name in names:
             found[name] = generated_error(seed, device)
     return found
 
 
 def limit(name: str) -> float:
-    if name in GENERATED:
+    if name in GENERATED | LONG:
         return GENERATED_LIMIT
     chunked = PREFILL.get(name.removeprefix("prefill: "))
     if name.startswith("prefill: ") and chunked is not None:

@@ -30,7 +30,7 @@ from nstf.kernels.triton.spec import KernelSpec
 # In the default run; `make slow` runs all of them.
 FEW = (
     *("a page fills up", "by bytes", "a ring of 16 bits", "numbers of 50,000", "prefill: blocks and codes"),
-    *("generated 0", "generated 2", "generated 9"),
+    *("generated 0", "generated 2", "generated 9", "generated, long 102"),
 )
 
 
@@ -53,10 +53,19 @@ def test_interpreted_kernels_attend_as_the_reference() -> None:
     check(found)
 
 
+def test_heads_by_blocks_leave_blocks_out_of_long_generated_prompts() -> None:
+    assert min(attention_cases.blocks_left_out(seed) for seed in attention_cases.LONG.values()) > 0.1
+
+
 @pytest.mark.slow
 def test_all_interpreted_cases_attend_as_the_reference() -> None:
     found = interpreted(())
-    cases = (*attention_cases.DECODE, *attention_cases.PREFILL, *attention_cases.GENERATED)
+    cases = (
+        *attention_cases.DECODE,
+        *attention_cases.PREFILL,
+        *attention_cases.GENERATED,
+        *attention_cases.LONG,
+    )
     assert len(found) == len(cases)
     check(found)
 
@@ -69,6 +78,7 @@ def test_all_interpreted_cases_attend_as_the_reference() -> None:
         *attention_cases.ON_A_CARD,
         *(f"prefill: {n}" for n in attention_cases.PREFILL),
         *attention_cases.GENERATED,
+        *attention_cases.LONG,
     ),
 )
 def test_the_kernels_on_a_gpu_attend_as_the_reference(name: str) -> None:
