@@ -25,7 +25,7 @@ from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.header import Meta
 from nstf_convert.pipeline.improve.finish import finish
 from nstf_convert.pipeline.improve.max_kl import smallest_within
-from nstf_convert.pipeline.improve.pays import structure_that_pays
+from nstf_convert.pipeline.improve.pays import structure_that_pays, worth_structure
 from nstf_convert.pipeline.improve.run import Run, counter
 from nstf_convert.pipeline.improve.search import search
 from nstf_convert.pipeline.outcome import Final
@@ -166,15 +166,19 @@ def _choose(run: Run) -> Final:
     if session.model is None:
         run.encode(planned)
         return Final(planned)
+    planned, plain = worth_structure(run, planned, budget_bytes)
+    plain_only = run.plain_only
     begun, facts = run.begin_comparing(planned, budget_bytes), None
     rivals = [] if begun else run.rivals(budget_bytes)
     run.ahead(rivals)
     if session.options.search_limits is None:
-        mix = structure_that_pays(run, run.encoded(planned), budget_bytes)
+        mix = structure_that_pays(run, run.encoded(planned), budget_bytes, plain=plain)
     else:
-        start = structure_that_pays(run, run.measure(planned), budget_bytes, run.measure)
+        start = structure_that_pays(run, run.measure(planned), budget_bytes, run.measure, plain)
         mix, _, facts = search(run, start, budget_bytes)
-    if begun or run.plain_only:  # plans without decompositions may take more time, and so may single formats
+    if (
+        begun or run.plain_only != plain_only
+    ):  # plans without decompositions may take more time, and so may single formats
         rivals = run.rivals(budget_bytes)
         session.beside.close()  # where a single format was left, nobody asked what was encoded beside
     return finish(run, mix, run.best(rivals, mix), facts)

@@ -95,9 +95,11 @@ class Machine:
 
     def workers(self, bytes_each: int) -> int:
         """Threads that may work at a time when each needs so much memory; at least one. A GPU is driven by one."""
-        if self.on_gpu:
-            return 1
-        room = int((1 - ACTIVATIONS_SHARE["cpu"]) * self._spendable())
+        return 1 if self.on_gpu else self.workers_on_host(bytes_each)
+
+    def workers_on_host(self, bytes_each: int) -> int:
+        """The same of threads whose work stays on the processor."""
+        room = int((1 - ACTIVATIONS_SHARE["cpu"]) * max(0, self.host_bytes - self._base_bytes))
         return max(1, min(self.threads, room // max(1, bytes_each)))
 
     @contextmanager
@@ -114,7 +116,11 @@ class Machine:
         return room if self.stated else min(room, standard)
 
     def _spendable(self) -> int:
-        return self.gpu_bytes if self.on_gpu else max(0, self.host_bytes - BASE_BYTES)
+        return self.gpu_bytes if self.on_gpu else max(0, self.host_bytes - self._base_bytes)
+
+    @property
+    def _base_bytes(self) -> int:
+        return GPU_BASE_BYTES if self.on_gpu else BASE_BYTES
 
 
 @contextmanager

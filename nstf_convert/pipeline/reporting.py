@@ -35,11 +35,11 @@ def expected_losses(run: Run, final: Final) -> dict[str, float]:
 def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
     """report.json as data (its schema is nstf_convert.report.build)."""
     session = run.session
+    signatures: dict[str, dict[str, Any]] = {}
     if session.options.signatures:
-        units = [u for u in session.units.values() if u.kept is None]
         with session.stages.stage("signatures"):
-            session.encoder.each(units, session.encoder.signature, lambda u: None)
-    tensors = [_tensor(run, final, name) for name in sorted(session.units)]
+            signatures = session.encoder.signatures(list(session.units.values()), lambda u: None)
+    tensors = [_tensor(run, final, name, signatures.get(name, {})) for name in sorted(session.units)]
     uniform = None
     if final.uniform is not None:
         planned = final.uniform.planned
@@ -128,7 +128,7 @@ def _ruled_out(run: Run) -> dict[str, list[float]]:
     return out
 
 
-def _tensor(run: Run, final: Final, name: str) -> schema.TensorReport:
+def _tensor(run: Run, final: Final, name: str, signature: dict[str, Any]) -> schema.TensorReport:
     session = run.session
     unit = session.units[name]
     recipe = final.planned.mix.get(name)
@@ -146,7 +146,7 @@ def _tensor(run: Run, final: Final, name: str) -> schema.TensorReport:
         calibrated=session.statistics.calibrated(unit),
         note=note,
         method="dense" if recipe is None else methods.name_of(recipe.method),
-        signature=session.encoder.signature(unit) if session.options.signatures else {},
+        signature=signature,
         rejected=rejected,
         not_tried=_not_tried(run, name),
     )

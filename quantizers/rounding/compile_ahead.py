@@ -20,6 +20,7 @@ from nstf.kernels.torch.viterbi import MAX_QUARTER_BITS, MIN_QUARTER_BITS
 from nstf.kernels.trellis_encode import warm_up
 from nstf.quantizers import shuffle
 from nstf.quantizers.rounding.factor import factor
+from nstf.quantizers.rounding.ldlq import ldlq
 from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.sweep import sweep, sweep_with_errors
 
@@ -53,6 +54,8 @@ def rounding(device: torch.device) -> Iterator[Callable[[], object]]:
     fed = factor(torch.eye(COLS, device=device))
     for levels in (UNIFORM, TABLE):
         yield partial(sweep, weight, levels, 32, importance, fed)
+    for group in (32, 16, 8):  # 16, 32 and 64 of them: what the refit of scales is compiled for
+        yield partial(ldlq, weight, UNIFORM, group, fed)
     for quarter_bits in SHUFFLED:
         yield partial(shuffle.encode, weight, shuffle.Params(quarter_bits))
 

@@ -96,13 +96,14 @@ def sweep_with_errors(
     out: Tensor | None = None,
 ) -> tuple[Rounded, Tensor]:
     """`sweep` without a factor, and the weights less what they became, float32 [rows, cols], in `out` if given."""
-    if _in_triton(weight):
+    if in_triton(weight):
         return nearest_triton(weight, levels, group, importance.to(weight), grid, out)
     rounded = sweep(weight, levels, group, importance, None, grid)
     return rounded, torch.sub(weight, rounded.decode(levels), out=out)
 
 
-def _in_triton(weight: Tensor) -> bool:
+def in_triton(weight: Tensor) -> bool:
+    """Whether Triton's kernels take `weight`."""
     return weight.is_cuda and triton.AVAILABLE
 
 
@@ -172,7 +173,7 @@ def sweep_torch(
     Between blocks of 128 columns the feedback is a matrix product.
     """
     if block is None:
-        block = block_triton if _in_triton(weight) else block_torch
+        block = block_triton if in_triton(weight) else block_torch
     rows, cols = weight.shape
     width, groups = group_size(cols, group), group_count(cols, group)
     order = factor.order if factor is not None else None
@@ -328,7 +329,7 @@ Rounding = tuple[Levels, int]
 
 def launched_together(weight: Tensor, forms: Sequence[Rounding]) -> list[list[int]]:
     """Which of some forms `nearest_many` rounds this matrix to in one launch, by their places; [] where none of them is."""
-    if not _in_triton(weight) or any(levels.steps != 256 for levels, _ in forms):
+    if not in_triton(weight) or any(levels.steps != 256 for levels, _ in forms):
         return []
     from nstf.kernels.triton.scale_search import is_narrow
 

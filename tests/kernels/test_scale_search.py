@@ -104,7 +104,7 @@ alone = estimate.expected_losses(weight, 1, wanted, Stats(hessian))
 nearest = [estimate.Form(levels, group, estimate.Rounding("nearest")) for levels, group in forms[:3]]
 plain = estimate.expected_losses(weight, 1, nearest, Stats(hessian))
 tables = [grid16.fit(weight, grid16.Params(group, 8), Stats(hessian), 512) for group in (32, 64)]
-sweep._in_triton = lambda weight: True
+sweep.in_triton = lambda weight: True
 lists = sweep.launched_together(weight, forms)
 assert sorted(at for same in lists for at in same) == list(range(len(forms))) and len(lists) == 4, lists
 for same in lists:

@@ -39,6 +39,9 @@ SLACK = 0.6
 # Where bytes alone count: decompositions that lose between so many times what is expected and one over it keep their ranks;
 # plans that are made and measured otherwise, at most; and the factors that one measurement is believed.
 TOLERANCE = 1.25
+# The share of the expected loss, or of a token's time, that decompositions have to save before they are encoded, and
+# measured beside the plan without them.
+WORTH = 0.02
 # Those that have less than this share of a mix's expected loss cannot be told from the noise of a measurement.
 NOTICED = 0.05
 RANK_ROUNDS = 2
@@ -65,8 +68,35 @@ class Round:
         return asdict(self)
 
 
+def worth_structure(run: Run, planned: Planned, budget_bytes: int) -> tuple[Planned, Planned | None]:
+    """(a plan, or the one without decompositions where they are expected to save too little: then no further plan takes
+    any; the plan without them, where it was made).
+
+    Not where all the effort is wanted, nor where a file is to be fast: there they save time rather than loss.
+    """
+    speed = run.timing is not None and run.timing.prefer == "speed"
+    if not decomposed(planned.mix) or run.session.options.level.every_family or speed:
+        return planned, None
+    try:
+        with run.session.stages.stage("plan"):
+            plain = run.without_structure(budget_bytes)
+    except BudgetError:
+        return planned, None  # nothing else is small enough
+    lost = plain.expected_loss / max(planned.expected_loss, 1e-300) - 1.0
+    slower = 0.0 if run.timing is None else run.timing.of(plain.mix) / run.timing.of(planned.mix) - 1.0
+    log.info("without decompositions: %+.1f %% of expected loss, %+.1f %% of time", 100 * lost, 100 * slower)
+    if max(lost, slower) > WORTH:
+        return planned, plain
+    run.plain_only = True
+    return replace(plain, label=planned.label), None
+
+
 def structure_that_pays(
-    run: Run, mix: Trial, budget_bytes: int, last_steps: Callable[[Planned], Trial] | None = None
+    run: Run,
+    mix: Trial,
+    budget_bytes: int,
+    last_steps: Callable[[Planned], Trial] | None = None,
+    plain: Planned | None = None,
 ) -> Trial:
     """A mix, one planned again, or the plan without decompositions where that measures better by the same last steps: then
     no further plan takes any. last_steps: what the mix went through (None: `Run.encoded`).
@@ -78,7 +108,7 @@ def structure_that_pays(
     steps = last_steps or run.encoded
     try:
         with run.session.stages.stage("plan"):
-            plain = run.without_structure(budget_bytes)
+            plain = plain or run.without_structure(budget_bytes)
     except BudgetError:
         return mix  # nothing else is small enough
     single = None if run.fast_enough(plain.mix, budget_bytes) else _yardstick(run, budget_bytes)

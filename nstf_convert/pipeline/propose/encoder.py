@@ -1,7 +1,9 @@
 """Encoded tensors and tables of estimates, made once and kept in the work directory by content address."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,7 +20,7 @@ from nstf.kernels.trellis_encode import search_threads
 from nstf.proposals import Look, Room, Target
 from nstf.quantizers.stats import Stats, loss
 from nstf_convert.checkpoint import memory
-from nstf_convert.pipeline.machine import Machine, each_of
+from nstf_convert.pipeline.machine import Machine, each_of, torch_threads
 from nstf_convert.pipeline.propose import candidates as cand
 from nstf_convert.pipeline.propose import methods as registry
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -31,7 +33,7 @@ from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
 from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 10
+ALGORITHMS = 11
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
@@ -368,22 +370,45 @@ class Encoder:
         self._read[key] = table
         return table
 
-    def signature(self, unit: Unit) -> dict[str, Any]:
-        """What was learnt about the tensor before changing it (nstf.analyzers.signatures), as JSON."""
-        if unit.kept is not None:
-            return {}
-        key = self._key("signature", unit)
-        found = self._work.find_metadata(key)
-        if found is None:
-            inner, hessian = self.inner(unit), None
-            if unit.lead == 1 and self.statistics.has_hessian(unit):
-                known = self.statistics.of(unit, inner).hessian
-                hessian = None if known is None else known.cpu()
-            inner = inner.cpu()
-            reshapes = [v.dims for v in views(unit.role, unit.inner_shape, self._config) if len(v.dims) > 2]
-            found = summary(unit.name, inner, hessian, reshapes=reshapes).to_json()
-            self._work.put(key, {}, found)
-        return found
+    def signatures(
+        self, units: Sequence[Unit], progress: Callable[[Unit], None]
+    ) -> dict[str, dict[str, Any]]:
+        """What was learnt about each tensor before changing it (nstf.analyzers.signatures), as JSON, by name; nothing of
+        those that are kept.
+
+        Eigenproblems of this size are a processor's: one core for each tensor, also where a GPU encodes.
+        """
+        units = [unit for unit in units if unit.kept is None]
+        keys = {unit.name: self._key("signature", unit) for unit in units}
+        workers = self._machine.workers_on_host(max(map(working_bytes, units), default=1))
+        begun: deque[tuple[Unit, Future[dict[str, Any]]]] = deque()
+
+        def end_one() -> None:
+            unit, found = begun.popleft()
+            self._work.put(keys[unit.name], {}, found.result())
+            progress(unit)
+
+        with torch_threads(1), ThreadPoolExecutor(workers) as pool:
+            for unit in sorted(units, key=lambda u: (self.statistics.group_of(u), u.name)):
+                if self._work.find_metadata(keys[unit.name]) is not None:
+                    progress(unit)
+                    continue
+                begun.append((unit, pool.submit(_summary, unit.name, *self._measured(unit))))
+                while len(begun) > workers:
+                    end_one()
+            while begun:
+                end_one()
+        self.statistics.forget()
+        return {unit.name: self._work.find_metadata(keys[unit.name]) or {} for unit in units}
+
+    def _measured(self, unit: Unit) -> tuple[Tensor, Tensor | None, list[tuple[int, ...]]]:
+        """(the tensor and its Hessian in host memory, the reshapes to look at) of a signature."""
+        inner, hessian = self.inner(unit), None
+        if unit.lead == 1 and self.statistics.has_hessian(unit):
+            known = self.statistics.of(unit, inner).hessian
+            hessian = None if known is None else known.cpu()
+        reshapes = [v.dims for v in views(unit.role, unit.inner_shape, self._config) if len(v.dims) > 2]
+        return inner.cpu(), hessian, reshapes
 
     def signal(self, unit: Unit, allowed: set[str]) -> float:
         """The loss of erasing the tensor: what errors are relative to."""
@@ -398,6 +423,12 @@ def working_bytes(unit: Unit) -> int:
     """
     some = LARGE_TABLE if unit.large_table else unit.elements
     return 4 * 6 * some + LARGE_BYTES * (unit.elements - some) + 8 * 6 * _matrix(unit)[1] ** 2
+
+
+def _summary(
+    name: str, weight: Tensor, hessian: Tensor | None, reshapes: list[tuple[int, ...]]
+) -> dict[str, Any]:
+    return summary(name, weight, hessian, reshapes=reshapes).to_json()
 
 
 def _matrix(unit: Unit) -> tuple[int, int]:

@@ -163,3 +163,33 @@ def test_a_mix_that_alone_is_small_enough_stays(fast: Fast, monkeypatch: pytest.
     first = fast.measure(fast.plan(1000))
     monkeypatch.setattr(Run, "without_structure", none)
     assert pays.structure_that_pays(fast, first, 1000, fast.measure) is first and not fast.rounds
+
+
+@pytest.mark.parametrize(
+    ("of_loss", "of_time", "thorough", "prefer", "leaves"),
+    [
+        (1.01, 1.01, False, "balance", True),
+        (1.01, 1.05, False, "balance", False),
+        (1.05, 1.00, False, "balance", False),
+        (0.99, 1.00, False, "balance", True),
+        (1.01, 1.01, True, "balance", False),
+        (1.01, 1.01, False, "speed", False),
+    ],
+)
+def test_decompositions_that_are_expected_to_save_next_to_nothing_are_left_before_they_are_measured(
+    fast: Fast, monkeypatch: pytest.MonkeyPatch,
+    of_loss: float, of_time: float, thorough: bool, prefer: str, leaves: bool,
+) -> None:  # fmt: skip
+    """Either way the plan without them is made once, and measured once at most."""
+    fast.session.options.level = SimpleNamespace(every_family=thorough)
+    fast.timing = SimpleNamespace(  # type: ignore[assignment]
+        prefer=prefer, of=lambda mix: 1.0 if pays.decomposed(mix) else of_time,
+    )  # fmt: skip
+    planned = fast.plan(1000)
+    other = Planned({n: INT8 for n in planned.mix}, of_loss * planned.expected_loss, 90, "mix")
+    monkeypatch.setattr(Fast, "without_structure", lambda *_: other)
+    found, plain = pays.worth_structure(fast, planned, 1000)
+    assert fast.plain_only is leaves and not fast.tried
+    assert (found.mix == other.mix and plain is None) if leaves else found is planned
+    if not leaves:
+        assert plain is (None if thorough or prefer == "speed" else other)
