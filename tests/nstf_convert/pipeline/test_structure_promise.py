@@ -186,7 +186,7 @@ def test_decompositions_that_are_expected_to_save_next_to_nothing_are_left_befor
         prefer=prefer, of=lambda mix: 1.0 if pays.decomposed(mix) else of_time,
     )  # fmt: skip
     planned = fast.plan(1000)
-    other = Planned({n: INT8 for n in planned.mix}, of_loss * planned.expected_loss, 90, "mix")
+    other = Planned(dict.fromkeys(planned.mix, INT8), of_loss * planned.expected_loss, 90, "mix")
     monkeypatch.setattr(Fast, "without_structure", lambda *_: other)
     found, plain = pays.worth_structure(fast, planned, 1000)
     assert fast.plain_only is leaves and not fast.tried
