@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from nstf.errors import BudgetError
-from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, PlanKLD
+from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, PlanKLD, parse_plan
 from nstf.runtime.kv_formats import cache_bytes, dense_bytes
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.dataset import load_text
@@ -37,6 +38,8 @@ from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Loss, Measure
 from nstf_convert.pipeline.attention.plan import Found, facts, head_size, reported
 from nstf_convert.pipeline.attention.profile import Profile, profile
+from nstf_convert.pipeline.attention.retrieval import compared, haystack
+from nstf_convert.pipeline.attention.simulate import by_plan
 from nstf_convert.pipeline.calibrate.text import longest_window
 from nstf_convert.streamed import StreamedModel
 
@@ -145,6 +148,28 @@ def missed(plan: AttentionPlan) -> list[str]:
     return problems
 
 
+def ask_again(
+    model: StreamedModel, tokenizer: Any, filler: Tensor, arguments: argparse.Namespace
+) -> list[str]:
+    """Needles of the plans of an earlier run, at other lengths or more of them; what a plan does not hold."""
+    problems, known = [], {}
+    plans = [
+        parse_plan(found["plan"]) for found in json.loads(arguments.ask.read_text())["plans"]
+    ]
+    seeds = range(1000, 1000 + arguments.needle_contexts)  # the first of them are those of the earlier run
+    for length in arguments.lengths:
+        stacks = [haystack(tokenizer, filler, length, arguments.needles, seed) for seed in seeds]
+        for plan in plans:
+            dense, right, count = compared(model, stacks, by_plan(plan.layers), known)
+            print(
+                f"allowed {plan.kld.allowed}, {length} tokens: needles {right} of {count} (dense {dense})",
+                flush=True,
+            )
+            if dense - right > max(count / 100, 1):
+                problems.append(f"needles at {length}: {right} of {count}, dense {dense}")
+    return problems
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -167,6 +192,12 @@ def main() -> None:
         "--needle-contexts", type=int, default=2, help="contexts with five keys, at two lengths"
     )
     parser.add_argument("--needles", type=int, default=5, help="keys of such a context, 10 at most")
+    parser.add_argument(
+        "--ask", type=Path, help="only ask for needles, by the plans that an earlier --json holds"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2048], help="of the contexts that --ask asks in"
+    )
     parser.add_argument("--profile", type=Path, help="keep the profile here")
     parser.add_argument(
         "--factors", type=float, nargs=3, help="measured over expected losses of keys, values, rings"
@@ -185,6 +216,9 @@ def main() -> None:
     limit = longest_window(model)
     cut = contexts(tokenizer, sources, min(arguments.context, limit), limit, arguments.windows, reports)
     log(f"{path.name}: contexts of {cut.length} tokens, {len(cut.choose)} choose, {len(cut.report)} report")
+    if arguments.ask:
+        problems = ask_again(model, tokenizer, cut.report[0], arguments)
+        sys.exit("\n".join(problems) or None)
     found = profiled(model, cut, arguments.profile)
     head_dim = head_size(model)
     measure, report = Measure(model, cut.choose), Measure(model, cut.report)
