@@ -168,10 +168,11 @@ def test_a_side_file_serves_a_whole_model_without_compiling(tiny: ModuleType, tm
     assert target is not None
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM", hidden_size=128, intermediate_size=256))
     with open_artifact(path) as opened:
-        specs = all_specs(opened, (1, 2, 32), torch.bfloat16, architecture(target))
+        # Prompts are filled up to 64 tokens.
+        specs = all_specs(opened, (1, 2, 64, 128), torch.bfloat16, architecture(target))
     made = [aot.compile_spec(spec, architecture(target)) for spec in specs.values()]
     side = side_path(path, target)
-    side.write_bytes(side_file.pack(made, architecture(target), (1, 2, 32), "bfloat16"))
+    side.write_bytes(side_file.pack(made, architecture(target), (1, 2, 64, 128), "bfloat16"))
     program = """
 import sys, torch, triton, nstf.runtime
 compiled = []

@@ -22,6 +22,12 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
 
 
+# Rates at which so small a model learns something in a few steps.
+QUICK = replace(
+    RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, code_rate=0.06, evaluations=1, windows=24
+)
+
+
 def inputs(count: int) -> torch.Tensor:
     coarse = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     return torch.nn.functional.interpolate(coarse, scale_factor=2, mode="bilinear")
@@ -58,10 +64,7 @@ def test_factors_and_scales_learn_from_the_original(folder: Path, options) -> No
             for n, u in session.units.items()
             if u.kept is None
         }
-        quick = replace(
-            RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, code_rate=0.06, evaluations=1, windows=24
-        )
-        healed = heal(session, mix, 1.0, steps=24, settings=quick)
+        healed = heal(session, mix, 1.0, steps=24, settings=QUICK)
         load = mixes.encoder_loader(session)
         before, after = (
             mixes.measure(session, mix, "report", given).score for given in (load, healed.loader(load))
@@ -184,7 +187,7 @@ def test_inputs_and_buffers_of_a_healed_model_are_on_the_gpu(folder: Path, optio
         mix = {
             n: Recipe("int_grid", {"bits": 3, "group": 0}) for n, u in session.units.items() if u.kept is None
         }
-        healed = heal(session, mix, 1.0, steps=12)
+        healed = heal(session, mix, 1.0, steps=24, settings=QUICK)
         assert healed.facts["device"] == "cuda" and healed.after.score < healed.before.score
 
 
