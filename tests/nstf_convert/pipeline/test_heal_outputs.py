@@ -22,12 +22,6 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
 
 
-# Rates at which so small a model learns something in a few steps.
-QUICK = replace(
-    RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, code_rate=0.06, evaluations=1, windows=24
-)
-
-
 def inputs(count: int) -> torch.Tensor:
     coarse = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     return torch.nn.functional.interpolate(coarse, scale_factor=2, mode="bilinear")
@@ -51,26 +45,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_factors_and_scales_learn_from_the_original(folder: Path, options) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_factors_and_scales_learn_from_the_original(folder: Path, options, device: str) -> None:
     low_rank = Recipe("svd", {"rank": 4}, {"factor": Recipe("int_grid", {"bits": 6, "group": 0})})
     changes = {
         "model": str(folder / "model"),
         "datasets": (str(folder / "inputs.safetensors"),),
         "samples": 64,
     }
-    with Session(options(work_dir=folder / "work", **changes), Stages()) as session:
+    with Session(options(work_dir=folder / "work", device=device, **changes), Stages()) as session:
         mix = {
             n: low_rank if u.shape[2:] == (3, 3) else Recipe("int_grid", {"bits": 4, "group": 0})
             for n, u in session.units.items()
             if u.kept is None
         }
-        healed = heal(session, mix, 1.0, steps=24, settings=QUICK)
+        quick = replace(
+            RATES, scale_rate=5e-3, row_rate=5e-3, value_rate=5e-3, code_rate=0.06, evaluations=1, windows=24
+        )
+        healed = heal(session, mix, 1.0, steps=24, settings=quick)
         load = mixes.encoder_loader(session)
         before, after = (
             mixes.measure(session, mix, "report", given).score for given in (load, healed.loader(load))
         )
         assert healed.after.score < 0.9 * healed.before.score and after < 0.95 * before
-        assert healed.facts["inputs"] == 24 * 24
+        assert healed.facts["inputs"] == 24 * 24 and healed.facts["device"] == device
         codes = 0
         for name, tensor in healed.encoded.items():
             was = load(session.units[name], mix.get(name))
@@ -174,21 +172,6 @@ def test_what_autograd_keeps_is_counted_once_a_storage() -> None:
     x, w = torch.ones(10, 100), torch.ones(100, requires_grad=True)
     assert saved_bytes(lambda: (x * w).sum()) == 4000
     assert saved_bytes(lambda: (x * w + x.flip(0) * w).sum()) == 8000
-
-
-@pytest.mark.gpu
-def test_inputs_and_buffers_of_a_healed_model_are_on_the_gpu(folder: Path, options) -> None:
-    changes = {
-        "model": str(folder / "model"),
-        "datasets": (str(folder / "inputs.safetensors"),),
-        "samples": 64,
-    }
-    with Session(options(work_dir=folder / "work", device="cuda", **changes), Stages()) as session:
-        mix = {
-            n: Recipe("int_grid", {"bits": 3, "group": 0}) for n, u in session.units.items() if u.kept is None
-        }
-        healed = heal(session, mix, 1.0, steps=24, settings=QUICK)
-        assert healed.facts["device"] == "cuda" and healed.after.score < healed.before.score
 
 
 @pytest.fixture
