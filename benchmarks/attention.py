@@ -36,7 +36,7 @@ from nstf_convert.dataset import load_text
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Loss, Measure
-from nstf_convert.pipeline.attention.plan import Found, facts, head_size, reported
+from nstf_convert.pipeline.attention.plan import Found, facts, head_size, hidden_in, reported
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.attention.retrieval import compared, haystack
 from nstf_convert.pipeline.attention.simulate import by_plan
@@ -100,11 +100,12 @@ class Kept:
         self.found = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
     def __call__(self, layers: Sequence[LayerPlan]) -> Loss:
-        contexts = b"".join(ids.numpy().tobytes() for ids in self.measure.contexts)
+        stacks = [stack.ids for stack in self.measure.stacks]
+        contexts = b"".join(ids.numpy().tobytes() for ids in (*self.measure.contexts, *stacks))
         key = hashlib.sha256(repr(tuple(layers)).encode() + contexts).hexdigest()
         if key not in self.found:
             loss = self.measure(layers)
-            self.found[key] = [loss.mean, loss.error, loss.ratio]
+            self.found[key] = [loss.mean, loss.error, loss.ratio, loss.answers]
             if self.path is not None:
                 self.path.write_text(json.dumps(self.found, indent=1))
         return Loss(*self.found[key])
@@ -118,7 +119,7 @@ def lines_of(plan: AttentionPlan, share: float, loss: Loss, windows: tuple[int, 
     first = (
         f"budget {plan.kv_budget}, allowed {allowed}: {share:.3f} of {dense_bytes(plan, plan.context, windows):,} bytes at "
         f"{plan.context} tokens; KLD {kld.choose:.5f} +- {loss.error:.5f} where it was chosen (elsewhere up to "
-        f"{loss.upper:.5f}), {kld.report:.5f} reported; "
+        f"{loss.upper:.5f}; answers {loss.answers:.5f}), {kld.report:.5f} reported; "
         f"heads: {patterns}"
     )
     lines = [first]
@@ -153,9 +154,7 @@ def ask_again(
 ) -> list[str]:
     """Needles of the plans of an earlier run, at other lengths or more of them; what a plan does not hold."""
     problems, known = [], {}
-    plans = [
-        parse_plan(found["plan"]) for found in json.loads(arguments.ask.read_text())["plans"]
-    ]
+    plans = [parse_plan(found["plan"]) for found in json.loads(arguments.ask.read_text())["plans"]]
     seeds = range(1000, 1000 + arguments.needle_contexts)  # the first of them are those of the earlier run
     for length in arguments.lengths:
         stacks = [haystack(tokenizer, filler, length, arguments.needles, seed) for seed in seeds]
@@ -221,7 +220,8 @@ def main() -> None:
         sys.exit("\n".join(problems) or None)
     found = profiled(model, cut, arguments.profile)
     head_dim = head_size(model)
-    measure, report = Measure(model, cut.choose), Measure(model, cut.report)
+    measure = Measure(model, cut.choose, hidden_in(tokenizer, cut))
+    report = Measure(model, cut.report)
     known: dict[bytes, int] = {}
     allowed = [*arguments.allowed, *[None] * len(arguments.budgets)]
     pairs = list(zip([*arguments.budgets, *[None] * len(arguments.allowed)], allowed, strict=False))

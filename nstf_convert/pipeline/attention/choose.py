@@ -6,7 +6,8 @@
 3. The best single settings of the same bytes are measured; a plan that loses to one of them is replaced by it.
 4. With an allowance, heads of full groups are thinned out for speed, as many as still hold it.
 
-An allowance is for another text than those that choose: what counts is Loss.upper (measured.py). Where a budget is given
+An allowance is for another text than those that choose, and for answers to what is hidden far back: what counts is
+Loss.upper (measured.py). Where a budget is given
 too, it is a limit: half of the allowance is for fewer bytes, which make decoding faster, and the rest for fewer keys of a
 prompt's queries.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from nstf.errors import BudgetError
 from nstf.runtime.attention_plan import LayerPlan
 from nstf.runtime.kv_formats import dense_group_bytes, group_bytes
-from nstf_convert.pipeline.attention.measured import Loss
+from nstf_convert.pipeline.attention.measured import ANSWERS, Loss
 from nstf_convert.pipeline.attention.options import (
     KINDS,
     Choice,
@@ -255,7 +256,8 @@ def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:
 def _room(loss: Loss, allowed: float) -> float:
     """By which factor the mean loss may change for its upper bound to be the allowance, with error and ratio as they are."""
     with_error = max(allowed - 1.645 * loss.error, 0.1 * allowed)
-    return min(with_error, allowed / loss.ratio) / max(loss.mean, 1e-12)
+    of_text = min(with_error, allowed / loss.ratio) / max(loss.mean, 1e-12)
+    return min(of_text, allowed / max(ANSWERS * loss.answers, 1e-12))
 
 
 def _thinned(chooser: _Chooser, found: Chosen, allowed: float) -> Chosen:

@@ -35,6 +35,9 @@ ALLOWED = 0.001
 PASSKEYS = 2
 NEEDLES = 5
 NEEDLE_CONTEXTS = 1
+# Contexts by whose needles a plan is chosen, and needles of each.
+CHOOSING_CONTEXTS = 4
+CHOOSING = 10
 PREFIX = "attention:"
 LONGEST = 0.000123457
 
@@ -166,7 +169,7 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
     with session.stages.stage("attention plan"):
         head_dim = head_size(model)
         model.settle()
-        measure = Measure(model, found.contexts.choose)
+        measure = Measure(model, found.contexts.choose, hidden_in(session.tokenizer(), found.contexts))
         chosen = choose(found.profile, head_dim, measure, options.kv_budget, allowed)
     with session.stages.stage("attention report"):
         plan = reported(
@@ -227,6 +230,16 @@ def reported(
     return AttentionPlan(2, cut.length, budget, head_dim, kld_facts, tuple(chosen.layers), tuple(lengths))
 
 
+def hidden_in(tokenizer: Any, cut: Contexts) -> list[Haystack]:
+    """Contexts with needles in the text that chooses, by which a plan is chosen: a quarter as long where they have room."""
+    for length in (cut.length // 4, cut.length):
+        if found := _stacks(
+            tokenizer, cut.choose[0], length, CHOOSING, range(2000, 2000 + CHOOSING_CONTEXTS)
+        ):
+            return found
+    return []
+
+
 def _stacks(tokenizer: Any, filler: Tensor, length: int, needles: int, seeds: range) -> list[Haystack]:
     """Contexts with needles; none where the length has no room for them: short contexts, tokenizers of bytes."""
     try:
@@ -244,6 +257,7 @@ def facts(chosen: Chosen, found: Found) -> dict[str, Any]:
         "size_bytes": chosen.size_bytes,
         "choose_error": chosen.loss.error,
         "choose_upper": chosen.loss.upper,
+        "choose_answers": chosen.loss.answers,
         "is_uniform": chosen.is_uniform,
         "layer_windows": list(found.profile.layer_windows),
         "rivals": [{"setting": name, "share": share, "kld": kld} for name, share, kld in chosen.rivals],

@@ -11,7 +11,7 @@ from nstf.runtime.attention_plan import LayerPlan
 from nstf.runtime.kv_formats import PLAIN, group_bytes
 from nstf_convert.pipeline.attention import choose as module
 from nstf_convert.pipeline.attention.choose import choose
-from nstf_convert.pipeline.attention.measured import Loss, by_length, summarised
+from nstf_convert.pipeline.attention.measured import ANSWERS, Loss, by_length, summarised
 from nstf_convert.pipeline.attention.options import choices, layers_of, uniforms
 from nstf_convert.pipeline.attention.profile import FORMATS, THRESHOLDS, Profile, sampled_blocks
 
@@ -226,3 +226,18 @@ def test_sampled_blocks_end_with_the_last() -> None:
     assert sampled_blocks(8192) == [7, 15, 23, 31, 39, 47, 55, 63]
     assert sampled_blocks(512) == [0, 1, 2, 3]
     assert module.RIVALS == 2
+
+
+def test_a_plan_loses_no_more_at_answers_than_is_allowed() -> None:
+    """Needles lose by their rings what a text does not notice."""
+    found = profile()
+    plain = Truth(found)
+
+    def measure(layers: Sequence[LayerPlan]) -> Loss:
+        lost = 8.0 * plain(layers).mean
+        return replace(plain(layers), answers=lost)
+
+    free, careful = (choose(found, SIZE, way, None, 0.02) for way in (plain, measure))
+    assert 0.0 < ANSWERS * careful.loss.answers <= 0.02 < ANSWERS * 8.0 * free.loss.mean
+    assert careful.loss.upper <= 0.02 and careful.size_bytes > free.size_bytes
+    assert Loss(0.0, 0.0, answers=float("nan")).upper == float("inf")

@@ -11,6 +11,7 @@ from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.measured import Measure
 from nstf_convert.pipeline.attention.options import choices, layers_of
 from nstf_convert.pipeline.attention.profile import FORMATS, SINK, WINDOWS, _Scorer, profile
+from nstf_convert.pipeline.attention.retrieval import Haystack
 from nstf_convert.streamed import StreamedModel
 
 FULL = HeadPlan("full", {}, 0, 0.0, 1.0)
@@ -92,3 +93,9 @@ def test_a_model_whose_layers_slide_gets_a_plan_within_its_own_bytes(kind: str) 
         g.keys.bits < 16 for layer, w in zip(chosen.layers, windows, strict=True) if w for g in layer.groups
     )
     assert all("window 200" not in name for name, _, _ in chosen.rivals)
+    # Two answers of two tokens, hidden in the first context.
+    asked = Measure(model, contexts, [Haystack(contexts[0], ((300, 302), (510, 512)))])
+    divergence = measure.divergences(chosen.layers)[0]
+    expected = divergence[[299, 300, 509, 510]].mean()
+    assert asked(chosen.layers).answers == pytest.approx(float(expected), rel=1e-3)
+    assert measure(chosen.layers).answers == 0.0
