@@ -59,12 +59,11 @@ def load_text(path: str | Path, field: str | None = None) -> Iterator[str]:
 def fingerprint(path: str | Path) -> str:
     """SHA-256 of a dataset's content, texts or a .safetensors file of model inputs; the same in any folder.
 
-    Of files above 128 MiB the size and the first and last 64 MiB are hashed.
+    Of files above 128 MiB the size and the first and last 64 MiB are hashed; see `times`.
     """
     root = _located(path)
     digest = hashlib.sha256()
-    is_arrays = root.is_file() and root.suffix.lower() == ".safetensors"
-    for file in [root] if is_arrays else _files(root):
+    for file in _read_files(root):
         name = "" if file == root else file.relative_to(root).as_posix()
         with _read_errors(file), file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -75,6 +74,17 @@ def fingerprint(path: str | Path) -> str:
             for block in iter(lambda: stream.read(1 << 20), b""):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def times(path: str | Path) -> list[int]:
+    """When the files of a dataset that are hashed in part were last changed, in nanoseconds."""
+    found = []
+    for file in _read_files(_located(path)):
+        with _read_errors(file):
+            at = file.stat()
+        if at.st_size > 2 * FINGERPRINT_SAMPLE:
+            found.append(at.st_mtime_ns)
+    return found
 
 
 def tokenise_windows(
@@ -129,6 +139,12 @@ def _located(path: str | Path) -> Path:
         return download_dataset(str(path))
     kinds = ", ".join(SUFFIXES)
     raise UsageError(f"no such dataset: {path}; give a {kinds} file, a folder of them or a hub name")
+
+
+def _read_files(root: Path) -> list[Path]:
+    """The files of a dataset, of texts or of model inputs."""
+    is_arrays = root.is_file() and root.suffix.lower() == ".safetensors"
+    return [root] if is_arrays else _files(root)
 
 
 def _files(root: Path) -> list[Path]:
