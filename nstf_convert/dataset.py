@@ -150,12 +150,7 @@ def _read_files(root: Path) -> list[Path]:
 def _files(root: Path) -> list[Path]:
     if root.is_dir():
         with _read_errors(root):
-            found = (Path(at) / name for at, _, names in os.walk(root, onerror=_raise) for name in names)
-            files = sorted(
-                p
-                for p in found
-                if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
-            )
+            files = sorted(_texts_inside(root))
         if not files:
             raise UsageError(f"the dataset folder {root} has no {', '.join(SUFFIXES)} file")
         return files
@@ -164,6 +159,21 @@ def _files(root: Path) -> list[Path]:
     if root.suffix.lower() not in SUFFIXES:
         raise UsageError(f"the dataset {root} is of an unknown kind; give a {', '.join(SUFFIXES)} file")
     return [root]
+
+
+def _texts_inside(root: Path) -> Iterator[Path]:
+    """The files of texts in a folder and in its folders. Raises UsageError for what would be passed over."""
+    for at, folders, names in os.walk(root, onerror=_raise):
+        for path in (Path(at) / name for name in folders):
+            if path.is_symlink() and not path.name.startswith("."):
+                raise UsageError(
+                    f"the dataset {root}: {path} is a link to a folder: take it out, and give that folder, too"
+                )
+        for path in (Path(at) / name for name in names):
+            if path.suffix.lower() in SUFFIXES and not path.name.startswith("."):
+                if not path.is_file():
+                    raise UsageError(f"the dataset {root}: {path} is no regular file: take it out")
+                yield path
 
 
 def _raise(error: OSError) -> None:
