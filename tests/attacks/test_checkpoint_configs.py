@@ -163,6 +163,15 @@ def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
         TensorFile(tmp_path / "model.safetensors")
 
 
+def test_tiles_of_any_size_are_not_read(tmp_path: Path) -> None:
+    """They lie beside an artifact, which may be a stranger's."""
+    from nstf.runtime import tiles
+
+    with (tmp_path / "m.sm_90.tiles.json").open("wb") as file:
+        file.truncate(tiles.MOST_BYTES + 1)
+    assert tiles._read(tmp_path / "m.sm_90.tiles.json") is None
+
+
 def _written(path: Path, header: Any, data: bytes = bytes(16)) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
