@@ -35,7 +35,7 @@ COMMANDS = [
     ["plan", FILE, "--frontier", "--svg", "model/tokenizer.json"],
     ["convert", FILE, "--budget", "0.5", "--force", "-o", "new.nstf", "--report", "model/config.json"],
     ["calibrate", FILE, "--force", "-o", "model/tokenizer_config.json"],
-    [*CONVERT, "-o", "new.nstf", "--work-dir", "texts", "--report", "texts/job.json"],
+    ["convert", "model", "--budget", "0.5", "-o", "new.nstf", "--work-dir", "exported", "--report", "exported/job.json"],
     *([*EVAL, name] for name in ("m.nstf", "q.jsonl", "texts/a.txt", "model/config.json", "link.xml")),
     *([*PLAN, name] for name in ("c.calibration", "texts/a.txt", "model/model.safetensors")),
     *([*CONVERT, "-o", "new.nstf", "--report", f"model/{name}.json"] for name in ("config", "tokenizer")),
