@@ -44,6 +44,7 @@ def convert(
     from pathlib import Path
 
     from nstf.errors import UsageError
+    from nstf.runtime.artifact.header import short
     from nstf_convert.budget import Budget, Kind
     from nstf_convert.checkpoint.paths import check_path
     from nstf_convert.options import ConvertOptions
@@ -56,10 +57,10 @@ def convert(
         raise UsageError("give exactly one of budget, target_size, target_bpw and max_kl")
     kind, size = given[0]
     if isinstance(size, bool) or not isinstance(size, int | float) or not abs(size) < 1e300:
-        raise UsageError(f"the {'budget' if kind == 'ratio' else kind} {str(size)[:40]!r} is no number")
+        raise UsageError(f"the {'budget' if kind == 'ratio' else kind} {short(size, 40)} is no number")
     for path in (model, output, *(dataset if isinstance(dataset, list | tuple) else (dataset,))):
         if not isinstance(path, str | Path | None) or model is None:
-            raise UsageError(f"{str(path)[:40]!r} is no path: give a text or a Path")
+            raise UsageError(f"{short(path, 40)} is no path: give a text or a Path")
     texts = [dataset] if isinstance(dataset, str | Path) else list(dataset or ())
     check_path(model)
     target = Path(output) if output is not None else _default_output(model)

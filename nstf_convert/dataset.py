@@ -59,12 +59,11 @@ def load_text(path: str | Path, field: str | None = None) -> Iterator[str]:
 def fingerprint(path: str | Path) -> str:
     """SHA-256 of a dataset's content, texts or a .safetensors file of model inputs; the same in any folder.
 
-    Of files above 128 MiB the size and the first and last 64 MiB are hashed.
+    Of files above 128 MiB the size and the first and last 64 MiB are hashed; see `times`.
     """
     root = _located(path)
     digest = hashlib.sha256()
-    is_arrays = root.is_file() and root.suffix.lower() == ".safetensors"
-    for file in [root] if is_arrays else _files(root):
+    for file in _read_files(root):
         name = "" if file == root else file.relative_to(root).as_posix()
         with _read_errors(file), file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -75,6 +74,17 @@ def fingerprint(path: str | Path) -> str:
             for block in iter(lambda: stream.read(1 << 20), b""):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def times(path: str | Path) -> list[int]:
+    """When the files of a dataset that are hashed in part were last changed, in nanoseconds."""
+    found = []
+    for file in _read_files(_located(path)):
+        with _read_errors(file):
+            at = file.stat()
+        if at.st_size > 2 * FINGERPRINT_SAMPLE:
+            found.append(at.st_mtime_ns)
+    return found
 
 
 def tokenise_windows(
@@ -131,15 +141,16 @@ def _located(path: str | Path) -> Path:
     raise UsageError(f"no such dataset: {path}; give a {kinds} file, a folder of them or a hub name")
 
 
+def _read_files(root: Path) -> list[Path]:
+    """The files of a dataset, of texts or of model inputs."""
+    is_arrays = root.is_file() and root.suffix.lower() == ".safetensors"
+    return [root] if is_arrays else _files(root)
+
+
 def _files(root: Path) -> list[Path]:
     if root.is_dir():
         with _read_errors(root):
-            found = (Path(at) / name for at, _, names in os.walk(root, onerror=_raise) for name in names)
-            files = sorted(
-                p
-                for p in found
-                if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
-            )
+            files = sorted(_texts_inside(root))
         if not files:
             raise UsageError(f"the dataset folder {root} has no {', '.join(SUFFIXES)} file")
         return files
@@ -148,6 +159,21 @@ def _files(root: Path) -> list[Path]:
     if root.suffix.lower() not in SUFFIXES:
         raise UsageError(f"the dataset {root} is of an unknown kind; give a {', '.join(SUFFIXES)} file")
     return [root]
+
+
+def _texts_inside(root: Path) -> Iterator[Path]:
+    """The files of texts in a folder and in its folders. Raises UsageError for what would be passed over."""
+    for at, folders, names in os.walk(root, onerror=_raise):
+        for path in (Path(at) / name for name in folders):
+            if path.is_symlink() and not path.name.startswith("."):
+                raise UsageError(
+                    f"the dataset {root}: {path} is a link to a folder: take it out, and give that folder, too"
+                )
+        for path in (Path(at) / name for name in names):
+            if path.suffix.lower() in SUFFIXES and not path.name.startswith("."):
+                if not path.is_file():
+                    raise UsageError(f"the dataset {root}: {path} is no regular file: take it out")
+                yield path
 
 
 def _raise(error: OSError) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from nstf.errors import UsageError
+from nstf.runtime.artifact.header import short
 from nstf_convert.budget import Budget
 from nstf_convert.checkpoint.paths import check_path
 from nstf_convert.keywords import ConvertKeywords
@@ -85,7 +86,9 @@ def _check_types(options: "ConvertOptions") -> None:
             right = all(isinstance(word, str) for word in value)
         if not right and not (value is None and type(None) in get_args(hint)):
             words = str(getattr(hint, "__name__", hint)).replace("pathlib.", "").replace(" | None", "")
-            raise UsageError(f"`{name}` is {str(value)[:40]!r}, expected {words}")
+            raise UsageError(f"`{name}` is {short(value, 40)}, expected {words}")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise UsageError(f"`{name}` cannot be {short(value)}: that is more than there can be of anything")
 
 
 @dataclass(frozen=True)
@@ -352,12 +355,13 @@ class ConvertOptions:
 def _ranks(stated: Any) -> tuple[int, ...]:
     """Numbers of ranks, from `2,4,8` too. Raises UsageError."""
     words = stated.split(",") if isinstance(stated, str) else stated
+    whole = isinstance(words, tuple | list) and all(isinstance(w, str) or type(w) is int for w in words)
     try:
-        found = tuple(sorted({int(word) for word in words}))
-    except (TypeError, ValueError):
+        found = tuple(sorted({int(word) for word in words})) if whole else ()
+    except ValueError:
         found = ()
     if not found or found[0] < 2 or found[-1] > 1024:
-        raise UsageError(f"`tp` {str(stated)[:40]!r}: give numbers of ranks from 2 to 1024, such as 2,4,8")
+        raise UsageError(f"`tp` {short(stated, 40)}: give numbers of ranks from 2 to 1024, such as 2,4,8")
     return found
 
 

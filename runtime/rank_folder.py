@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, UnsupportedError
+from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, array_specs
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.formats.tree import node_from_json
-from nstf.runtime.artifact.header import TORCH_NAMES, TensorEntry, parse_header, short
+from nstf.runtime.artifact.header import TORCH_NAMES, TensorEntry, parse_header, short, strict_json
 from nstf.runtime.modules import SUFFIX
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
 
 
 class RankFolder:
@@ -28,7 +31,7 @@ class RankFolder:
             raise CorruptError(f"{path}: its config describes no tensor under {short(wrong)}")
         self.path, self.tensors = path, tensors
         self._arrays: dict[str, Tensor] = {}
-        for file in sorted(path.glob("*.safetensors")):
+        for file in _files(path):
             self._arrays |= _mapped(file)
 
     def stored(self, name: str) -> str:
@@ -62,6 +65,27 @@ class RankFolder:
         for name, array in self._arrays.items():
             if f"{SUFFIX}." not in name:
                 yield name, array
+
+
+def _files(path: Path) -> list[Path]:
+    """What transformers reads of a folder: the files of its index, or its one file. Another one is of something else."""
+    index = path / INDEX
+    if not index.exists():
+        return [path / SINGLE]
+    try:
+        if not index.is_file() or index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("it is no file of an index's size")
+        stated = strict_json(index.read_bytes(), "it")
+        names = stated.get("weight_map") if isinstance(stated, dict) else None
+        if not isinstance(names, dict) or not all(
+            isinstance(name, str) and name == Path(name).name for name in names.values()
+        ):
+            raise ValueError("it names no files of its folder")
+    except OSError as error:
+        raise NstfError(f"{index}: cannot be read ({error.strerror}); check the disk") from error
+    except ValueError as error:
+        raise CorruptError(f"{index} is no index of weights ({error}): export the folder again") from error
+    return [path / name for name in sorted(set(names.values()))]
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _ALONE: ContextVar[bool] = ContextVar("nstf_alone", default=False)
+# What torchrun states as numbers, and the largest that can be.
+_NUMBERS = {"RANK": 1 << 20, "WORLD_SIZE": 1 << 20, "MASTER_PORT": 65535}
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -185,15 +187,29 @@ def join(count: int, device: torch.device) -> Ranks:
                 f"tensor_parallel={count} needs {count} processes: start the program with "
                 f"`torchrun --nproc-per-node {count} program.py`"
             )
-        found = int(os.environ["WORLD_SIZE"])
+        rank, found, _ = (_number(name, most) for name, most in _NUMBERS.items())
+        if rank >= found:
+            raise UsageError(f"RANK is {rank}, but WORLD_SIZE {found}: start the program with torchrun")
     if found != count:
         raise UsageError(f"tensor_parallel={count}, but there are {found} processes: give one number to both")
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        try:
+            dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        except (RuntimeError, ValueError) as error:  # a port that is taken, say, or the others' absence
+            reason = " ".join(str(error).split())[:200]
+            raise NstfError(f"the {count} processes of tensor_parallel do not meet: {reason}") from error
     return Ranks(dist.get_rank(), count)
+
+
+def _number(name: str, most: int) -> int:
+    """A number that torchrun leaves in the environment. Raises UsageError."""
+    text = os.environ[name]
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) <= most):
+        raise UsageError(f"{name} is {text[:40]!r} in the environment: start the program with torchrun")
+    return int(text)
 
 
 def use_own_cores(rank: int, ranks: int) -> None:

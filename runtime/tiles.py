@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from nstf.kernels.triton.tuner import TuningCache
 
 SUFFIX = ".tiles.json"
+# Of a file that is worth reading; an entry takes some 100.
+MOST_BYTES = 1 << 24
 # Rows of activations that the packed GEMM is measured for: prompts of up to so many tokens, and batches.
 ROWS = (16, 32, 64, 128, 256)
 
@@ -83,6 +85,8 @@ def _read(path: Path) -> "TuningCache | None":
     try:
         if not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("not a regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
         return TuningCache.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         _log.warning("%s: its tiles are not used: %s", path, " ".join(str(error).split())[:200])

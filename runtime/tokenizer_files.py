@@ -15,7 +15,7 @@ from nstf.runtime.artifact import open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, corrupt, short
 from nstf.runtime.skeleton import ARGUMENTS_OF, harmless, leads_away
-from nstf.runtime.tokenizer_growth import check_growth
+from nstf.runtime.tokenizer_growth import check_growth, check_made
 from nstf.runtime.tokenizing import is_panic
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
@@ -60,7 +60,6 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
         try:
             made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             _check_settings(made)
-            return made
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
@@ -75,6 +74,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             raise UnsupportedError(
                 f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error
+    check_made(made, where)
+    return made
 
 
 def _check_settings(tokenizer: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import check_nesting
+from nstf.runtime.artifact.header import check_nesting, short
 from nstf.runtime.imports import uncollected
 
 TYPE_CHECKING = False
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Times the length of a text, or of its tokens. Known tokenizers stay below 100.
 MOST = 1 << 16
+# Letters of a word that WordPiece divides: it looks up every part of it. Known tokenizers have 100.
+MOST_LETTERS = 1000
 # Parts of the file whose rules a text goes through one after the other, and the names of what each may hold more of.
 _BEFORE, _AFTER = ("normalizer", "pre_tokenizer"), ("post_processor", "decoder")
 _SEVERAL = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -34,15 +36,41 @@ def check_growth(content: bytes, where: object) -> None:
             stated = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return
-    if not isinstance(stated, dict):
-        return
+    if isinstance(stated, dict):
+        check_rules(stated, where)
+
+
+def check_made(tokenizer: Any, where: object) -> None:
+    """The same for the rules of a tokenizer of transformers, which may have them from other files: a table of characters
+    of a sentencepiece model, say."""
+    backend = getattr(getattr(tokenizer, "tokenizer", tokenizer), "backend_tokenizer", None)
+    check_rules({name: _stated(getattr(backend, name, None)) for name in (*_BEFORE, *_AFTER)}, where)
+
+
+def _stated(part: Any) -> Any:
+    """A part of a tokenizer as its JSON; None where there is none, or one that transformers has written in Python."""
+    try:
+        return None if part is None else json.loads(part.__getstate__())
+    except Exception:  # tokenizers raises no other class
+        return None
+
+
+def check_rules(stated: dict[str, Any], where: object) -> None:
+    """Raises UnsupportedError as `check_growth` does, for what a tokenizer.json states."""
+    model = stated.get("model")
+    longest = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
+    if isinstance(longest, int) and longest > MOST_LETTERS:
+        raise UnsupportedError(
+            f"{where}: its tokenizer.json looks through words of up to {short(longest)} letters, which takes time by the "
+            f"cube of them, more than {MOST_LETTERS}; use the original model's tokenizer"
+        )
     for parts in (_BEFORE, *((part,) for part in _AFTER)):
         times = 1.0
         for part in parts:
             times = min(times * _times(stated.get(part)), 1e300)
         if times > MOST:
             raise UnsupportedError(
-                f"{where}: its tokenizer.json can make a text {times:.3g} times as long by its {' and '.join(parts)}, "
+                f"{where}: its tokenizer can make a text {times:.3g} times as long by its {' and '.join(parts)}, "
                 f"more than {MOST}; use the original model's tokenizer"
             )
 
@@ -94,8 +122,9 @@ def _laid_out(rule: dict[str, Any], pieces: Any) -> float:
     for piece in pieces if isinstance(pieces, list) else ():
         name = (piece.get("SpecialToken") or {}).get("id") if isinstance(piece, dict) else None
         token = known.get(name) if isinstance(name, str) else None
-        ids = token.get("ids") if isinstance(token, dict) else None
-        total += len(ids) if isinstance(ids, list) else 1
+        # There should be as many numbers as names.
+        both = [token.get(key) for key in ("ids", "tokens")] if isinstance(token, dict) else []
+        total += max((len(found) for found in both if isinstance(found, list)), default=1)
     return float(max(1, total))
 
 

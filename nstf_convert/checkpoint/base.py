@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.runtime.artifact.config import Limits, limits_of_shapes
 from nstf_convert.checkpoint.naming import Plan, Recipe
-from nstf_convert.checkpoint.source import Source, TensorInfo, source_digest
+from nstf_convert.checkpoint.source import Source, TensorInfo, is_sampled, source_digest
 from nstf_convert.checkpoint.ties import find_ties
 
 PIECE_VALUES = 1 << 20
@@ -111,6 +112,24 @@ class Checkpoint:
                 files["config.json"] = json.dumps(self.config, indent=2, sort_keys=True).encode() + b"\n"
             self._files = dict(sorted(files.items()))
         return dict(self._files)
+
+    def paths(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted({Path(self._source.describe(name)) for name in self._source.infos})
+
+    def stamps(self) -> dict[Path, tuple[int, int]]:
+        """Of each of `paths` that is there now: its inode, and when it was last changed, in nanoseconds."""
+        found = {}
+        for path in self.paths():
+            with suppress(OSError):
+                at = path.stat()
+                found[path] = (at.st_ino, at.st_mtime_ns)
+        return found
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the fingerprint is of samples: a change of a few values may not show in it."""
+        return is_sampled(self._source)
 
     @property
     def total_bytes(self) -> int:

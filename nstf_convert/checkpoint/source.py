@@ -81,9 +81,14 @@ def full_digest(source: Source, name: str) -> bytes:
     return digest.digest()
 
 
+def is_sampled(source: Source) -> bool:
+    """Whether `source_digest` leaves bytes out."""
+    return sum(source.stored_bytes.values()) > FULL_DIGEST_LIMIT
+
+
 def source_digest(source: Source) -> str:
     """SHA-256 over names, shapes and contents: all bytes up to 512 MiB of tensors, samples beyond."""
-    small = sum(source.stored_bytes.values()) <= FULL_DIGEST_LIMIT
+    small = not is_sampled(source)
     digest, names = hashlib.sha256(b"full" if small else b"sampled"), sorted(source.infos)
     # Reading and hashing go on side by side without Python's lock; other readers have one place in their file.
     with ThreadPoolExecutor(DIGEST_THREADS if source.kind == "safetensors" else 1) as pool:

@@ -17,7 +17,7 @@ from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import leave_out_unused
-from nstf_convert.inputs import keep_inputs
+from nstf_convert.inputs import keep_apart, keep_inputs
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ def convert(
     options.check_output(output, inputs, settings["force"])
     options.check_artifact_name(output)
     check_reports(report or [], output, inputs, settings["force"])
+    keep_apart(settings["work_dir"], report or [])
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )

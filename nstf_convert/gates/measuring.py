@@ -23,6 +23,12 @@ def measure(
     Raises UsageError.
     """
     after, before = test.model(), reference.model()
+    kinds = [(model.is_causal_lm, getattr(model.module, "main_input_name", "")) for model in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise UsageError(
+            f"{reference.where} ({type(before.module).__name__}) and {test.where} ({type(after.module).__name__}) are "
+            "different models: they do not take the same inputs"
+        )
     tokenizer = test.tokenizer()
     text = None
     if dataset is not None:

@@ -1,6 +1,7 @@
 """Everything a conversion works with, opened once: checkpoint, model, work directory, calibration, units."""
 
 import gc
+import hashlib
 import logging
 import math
 import subprocess
@@ -22,6 +23,7 @@ from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.inputs import keep_apart
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
@@ -44,6 +46,9 @@ log = logging.getLogger("nstf")
 
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
+# When files were changed whose digests are of a part: parts of a job where there are such files.
+TIMES = ("checkpoint_times", "datasets_times")
+NOT_TOKENIZER = ("config.json", "generation_config.json")
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -104,6 +109,7 @@ class Session:
     def _open_model(self) -> None:
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
+            self._stamps = self.checkpoint.stamps()
             _check_types(self.checkpoint)
             self._help_beside()
             self.config = _config(self.checkpoint)
@@ -341,20 +347,38 @@ class Session:
             "checkpoint": options.model,
             "datasets": [str(d) for d in options.datasets],
             "calibration": None if options.calibration is None else str(options.calibration),
+            "tokenizer": options.model,
+            **dict(zip(TIMES, (options.model, [str(d) for d in options.datasets]), strict=True)),
         }
         restart = options.restart and not self.helper
+        keep_apart(self._folder, [options.model, *options.datasets, options.calibration, options.output])
         self.job = self._identity()
         return WorkDir(self._folder, self.job, self.helper, names, restart)
 
     def job_key(self) -> str:
-        """What a calibration of this job is stored under; how many threads made it is not part of that."""
-        return content_key(**{name: value for name, value in self.job.items() if name != "threads"})
+        """What a calibration of this job is stored under; neither how many threads made it nor when files were changed is
+        part of that."""
+        apart = ("threads", *TIMES)
+        return content_key(**{name: value for name, value in self.job.items() if name not in apart})
+
+    def check_checkpoint(self) -> None:
+        """Raises UsageError where the checkpoint was written into since it was opened: some of what was made is of the one,
+        and some of the other. A file that took its place does no harm: the one that is open stays as it is."""
+        now = self.checkpoint.stamps()
+        same = (path for path, (inode, _) in self._stamps.items() if path in now and now[path][0] == inode)
+        if all(now[path] == self._stamps[path] for path in same):
+            return
+        with closing(open_checkpoint(self.options.model)) as again:
+            if again.is_sampled or again.fingerprint() != self.checkpoint.fingerprint():
+                raise UsageError(
+                    f"{self.options.model} was written into while it was read: run again when it is complete"
+                )
 
     def check_datasets(self) -> None:
         """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it
         would stand there for the other."""
-        for dataset, before in zip(self.options.datasets, self.job["datasets"], strict=True):
-            if texts.fingerprint(dataset) != before:
+        for dataset, before in zip(self.options.datasets, self._datasets, strict=True):
+            if (texts.fingerprint(dataset), texts.times(dataset)) != before:
                 raise UsageError(
                     f"the dataset {dataset} changed while it was read: run again when it is complete"
                 )
@@ -362,9 +386,16 @@ class Session:
     def _identity(self) -> dict[str, Any]:
         options = self.options
         calibration = options.calibration
+        self._datasets = [(texts.fingerprint(d), texts.times(d)) for d in options.datasets]
+        found = [digest for digest, _ in self._datasets]
+        if again := next((d for i, d in enumerate(options.datasets) if found[i] in found[:i]), None):
+            raise UsageError(f"the dataset {again} is given twice: what it is measured on would be fitted on")
+        # Where digests are of a part of the bytes.
+        written = [time_ns for _, time_ns in self._stamps.values()] if self.checkpoint.is_sampled else []
+        times = dict(zip(TIMES, (written, [t for _, at in self._datasets for t in at]), strict=True))
         return {
             "checkpoint": self.checkpoint.fingerprint(),
-            "datasets": [texts.fingerprint(d) for d in options.datasets],
+            "datasets": found,
             "calibration": None if calibration is None else calibrations.file_digest(calibration),
             "samples": options.calibration_windows,
             "gradient_windows": options.gradient_windows,
@@ -375,7 +406,14 @@ class Session:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "device": self.device.type,
+            "tokenizer": content_key(**self._tokenizer_digests()),
+            **{name: found for name, found in times.items() if found},
         }
+
+    def _tokenizer_digests(self) -> dict[str, str]:
+        """Of the files that texts or images are read by: with others, the same text has other tokens."""
+        files = self.checkpoint.files()
+        return {n: hashlib.sha256(files[n]).hexdigest() for n in files if n not in NOT_TOKENIZER}
 
     def _expanded(self) -> Callable[[str], Tensor]:
         """name -> the original tensor; small models come from a float32 copy in the work directory."""

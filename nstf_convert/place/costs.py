@@ -305,4 +305,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         raise UnsupportedError(
             f"transformers cannot build a model of type {text.model_type!r}: {' '.join(str(error).split())[:200]}"
         ) from error
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
+        raise UsageError(f"the config's sizes make {empty} a tensor without elements: {list(shapes[empty])}")
+    return shapes

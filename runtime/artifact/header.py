@@ -90,7 +90,10 @@ def short(value: object, limit: int = 80) -> str:
         isinstance(value, int) and value.bit_length() > 256
     ):  # repr of a huge int is slow, or refused by Python
         return f"an integer of {value.bit_length()} bits"
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -154,13 +154,22 @@ def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
     from nstf.runtime.tiles import _read
     from nstf_convert.pipeline.store.tensorfile import TensorFile
 
-    for name in ("m.sm_90.tiles.json", "a.safetensors"):
+    for name in ("m.sm_90.tiles.json", "model.safetensors"):
         os.mkfifo(tmp_path / name)
     assert _read(tmp_path / "m.sm_90.tiles.json") is None
     with pytest.raises(UsageError, match="not a regular file"):
         RankFolder(tmp_path, {})
     with pytest.raises(CorruptError, match="no regular file"):
-        TensorFile(tmp_path / "a.safetensors")
+        TensorFile(tmp_path / "model.safetensors")
+
+
+def test_tiles_of_any_size_are_not_read(tmp_path: Path) -> None:
+    """They lie beside an artifact, which may be a stranger's."""
+    from nstf.runtime import tiles
+
+    with (tmp_path / "m.sm_90.tiles.json").open("wb") as file:
+        file.truncate(tiles.MOST_BYTES + 1)
+    assert tiles._read(tmp_path / "m.sm_90.tiles.json") is None
 
 
 def _written(path: Path, header: Any, data: bytes = bytes(16)) -> None:
@@ -179,7 +188,7 @@ ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 def test_the_folder_of_an_engine_is_read_as_strictly_as_a_checkpoint(tmp_path: Path, header: Any) -> None:
     from nstf.runtime.rank_folder import RankFolder
 
-    _written(tmp_path / "a.safetensors", header)
+    _written(tmp_path / "model.safetensors", header)
     with pytest.raises((CorruptError, UnsupportedError)):
         RankFolder(tmp_path, {})
 

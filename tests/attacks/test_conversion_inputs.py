@@ -248,7 +248,8 @@ def test_unsupported_types_can_still_be_compared(tmp_path: Path) -> None:
 
 
 VALUES: list[Any] = [
-    None, True, 0, -1, 5, 10**300, 0.5, float("nan"), "", "x", "a\nb", [], {}, (), b"x", object(), [1], ["x"],
+    None, True, 0, -1, 5, 10**300, 10**5000, -(10**5000), (10**5000,),
+    0.5, float("nan"), "", "x", "a\nb", [], {}, (), b"x", object(), [1], ["x"],
 ]  # fmt: skip
 
 
@@ -280,6 +281,15 @@ def test_arguments_of_a_conversion_are_taken_or_refused(
                 nstf.convert(given.pop("model"), **given)
             except NstfError as error:
                 assert isinstance(error, UsageError) and str(error).isprintable(), (name, value)
+
+
+@pytest.mark.parametrize("given", [(2.7, 4), (True, 2), 10**5000, (10**5000,), {2, 4}, "2,²"], ids=range(6))
+def test_numbers_of_ranks_are_whole(given: Any) -> None:
+    """2.7 ranks were taken for two."""
+    import nstf
+
+    with pytest.raises(UsageError, match=r"give numbers of ranks|expected|cannot be"):
+        nstf.convert("m", output="o.nstf", budget=0.5, tp=given)
 
 
 @pytest.mark.parametrize("device", [None, True, 0.5, 2**63, "privateuseone", "x", [], torch.float32])

@@ -27,8 +27,15 @@ CONVERT = [
     "c.calibration",
     "--force",
 ]
+# A model's file is read with what lies beside it.
+FILE = "model/model.safetensors"
 # The last word is the input that would be lost.
 COMMANDS = [
+    ["eval", "m.nstf", "--reference", FILE, "--junit", "model/generation_config.json"],
+    ["plan", FILE, "--frontier", "--svg", "model/tokenizer.json"],
+    ["convert", FILE, "--budget", "0.5", "--force", "-o", "new.nstf", "--report", "model/config.json"],
+    ["calibrate", FILE, "--force", "-o", "model/tokenizer_config.json"],
+    ["convert", "model", "--budget", "0.5", "-o", "new.nstf", "--work-dir", "exported", "--report", "exported/job.json"],
     *([*EVAL, name] for name in ("m.nstf", "q.jsonl", "texts/a.txt", "model/config.json", "link.xml")),
     *([*PLAN, name] for name in ("c.calibration", "texts/a.txt", "model/model.safetensors")),
     *([*CONVERT, "-o", "new.nstf", "--report", f"model/{name}.json"] for name in ("config", "tokenizer")),
@@ -94,6 +101,19 @@ def test_what_nobody_reads_is_replaced_beside_a_model(folder: Path) -> None:
     for name in ("gates.xml", "old.nstf", "report.html", "frontier.svg"):
         (folder / "model" / name).write_bytes(b"ours")
         keep_inputs(folder / "model" / name, [folder / "model"])
+
+
+def test_nor_the_weights_beside_an_onnx_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx = pytest.importorskip("onnx")
+    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [weight]))
+    onnx.save_model(
+        model, str(folder / "w.onnx"), save_as_external_data=True, location="w.weights", size_threshold=0
+    )
+    before = contents(folder)
+    assert run(["eval", "m.nstf", "--reference", "w.onnx", "--junit", "w.weights"]) == 2
+    assert "--junit w.weights is read with w.onnx: give another name" in capsys.readouterr().err
+    assert contents(folder) == before
 
 
 def test_nor_the_weights_of_the_model_that_an_export_rewrites(

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -67,6 +68,26 @@ def test_the_reader_of_ranks_takes_the_whole_folder(tiny: ModuleType, tmp_path: 
     assert all(list(folder.part(name, None).shape) for name in stated)
     dense = dict(folder.dense())
     assert torch.equal(dense["model.norm.weight"].float(), model.model.norm.weight.float())
+
+
+def test_the_reader_of_ranks_takes_no_other_file_of_the_folder(tiny: ModuleType, tmp_path: Path) -> None:
+    """One whose name came later replaced arrays without a word: an older export's shard, say."""
+    from nstf.runtime.rank_folder import RankFolder
+
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM")))
+    folder = tmp_path / "folder"
+    model.save_pretrained(folder, max_shard_size=10_000)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]["tensors"]
+    expected = dict(RankFolder(folder, stated).dense())
+    other = {name: torch.zeros_like(value) for name, value in expected.items()}
+    safetensors.torch.save_file(other, folder / "zz.safetensors")
+    found = dict(RankFolder(folder, stated).dense())
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+    index = folder / "model.safetensors.index.json"
+    for text in ("", "[]", '{"weight_map": {"a": "../a.safetensors"}}', '{"weight_map": 5}', "[" * 5000):
+        index.write_text(text)
+        with pytest.raises(CorruptError, match="is no index of weights"):
+            RankFolder(folder, stated)
 
 
 def test_another_dtype_keeps_the_stored_arrays(tiny: ModuleType, tmp_path: Path) -> None:

@@ -314,6 +314,25 @@ def test_a_folder_that_changes_while_it_is_read_is_one_line(
     assert error.value.exit_code == 1
 
 
+@pytest.mark.parametrize("kind", ["a link to a folder", "a link to nothing", "a pipe"])
+def test_what_of_a_folder_would_be_passed_over_is_named(tmp_path: Path, kind: str) -> None:
+    """Its text was missing without a word."""
+    folder, strange = tmp_path / "texts", tmp_path / "texts" / "b.txt"
+    for each in (folder, tmp_path / "more"):
+        each.mkdir()
+        (each / "a.txt").write_text("text")
+    if kind == "a pipe":
+        os.mkfifo(strange)
+    else:
+        strange.symlink_to(tmp_path / ("more" if kind == "a link to a folder" else "nothing"))
+    for read in (lambda: list(load_text(folder)), lambda: fingerprint(folder)):
+        with pytest.raises(UsageError, match=r"b\.txt is (a link to a folder|no regular file): take it out"):
+            read()
+    strange.unlink()
+    (folder / ".git").symlink_to(tmp_path / "more")
+    assert list(load_text(folder)) == ["text"]
+
+
 def test_a_folder_below_that_cannot_be_read_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

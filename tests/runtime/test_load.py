@@ -1,6 +1,7 @@
 """From an artifact to a running model, and back to tensors."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import nstf.runtime
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import decode
 from nstf.runtime.artifact import Shared, parse_header, write_artifact
@@ -194,6 +195,34 @@ def test_an_option_of_another_type_is_one_line(tmp_path: Path, name: str, value:
     with pytest.raises(UsageError, match=f"^{name} ") as error:
         nstf.runtime.load(tmp_path / "none.nstf", **{name: value})
     assert str(error.value).isprintable() and len(str(error.value)) <= 4000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("WORLD_SIZE", "x", "WORLD_SIZE is 'x'"), ("RANK", "", "RANK is ''"), ("RANK", "2", "RANK is 2, but WORLD_SIZE"),
+     ("RANK", "-1", "RANK is '-1'"), ("MASTER_PORT", "99999", "MASTER_PORT is '99999'"), ("MASTER_PORT", "²", "PORT")],
+)  # fmt: skip
+def test_an_environment_that_torchrun_does_not_make_is_one_line(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were ValueErrors, or a wait for ten minutes."""
+    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for each, text in (started | {name: value}).items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(UsageError, match=said):
+        nstf.runtime.load("m.nstf", tensor_parallel=2)
+
+
+def test_processes_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for each, text in started.items():
+            monkeypatch.setenv(each, text)
+        with pytest.raises(NstfError, match=r"the 2 processes of tensor_parallel do not meet: .*in use"):
+            nstf.runtime.load("m.nstf", tensor_parallel=2)
 
 
 def test_an_artifact_without_tokenizer_says_so(tiny: ModuleType, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import UsageError
+from nstf.errors import UsageError, out_of_memory
 from nstf_convert.dataset import load_text, tokenise_windows
 from nstf_convert.streamed import StreamedModel
 
@@ -164,8 +164,8 @@ def prose() -> list[str]:
 def tensor_data(path: Path, model: StreamedModel) -> Data:
     """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample.
 
-    Floats become float32. Raises UsageError for what is no such file, and for arrays that the model does not take: the first
-    sample is run.
+    Floats become float32. Raises UsageError for what is no such file, and for arrays that the model does not take: some
+    samples are run.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -197,16 +197,22 @@ def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel
             raise UsageError(
                 f"the dataset {path}: {name} has tokens outside the model's {table.num_embeddings}"
             )
+    # Several together, as later: the first ones, and those with the least and the largest numbers that may look things up.
+    whole = (
+        a.reshape(len(a), -1) for a in arrays.values() if not a.is_floating_point() and a.dtype != torch.bool
+    )
+    ends = (int(i) for a in whole for i in (a.amin(1).argmin(), a.amax(1).argmax()))
+    rows = sorted({0, 1, *ends})
     try:
         with torch.no_grad():
-            out = model.outputs(**{name: array[:1] for name, array in arrays.items()})
-    except MemoryError:
-        raise
+            out = model.outputs(**{name: array[rows] for name, array in arrays.items()})
     except Exception as error:  # whatever a model's own code says of inputs that are not its own
+        if out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"the dataset {path} is not what the model takes: {reason}") from error
     if not bool(out.isfinite().all()):
-        raise UsageError(f"the dataset {path}: the model's outputs for its first sample are not finite")
+        raise UsageError(f"the dataset {path}: the model's outputs for its samples are not finite")
 
 
 def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
+from nstf_convert.inputs import RESULTS
 from nstf_convert.pipeline.store.tensorfile import TensorFile, check_name, sync_folder, write_tensors
 
 log = logging.getLogger("nstf")
@@ -61,10 +62,9 @@ def write_json(path: Path, data: Any) -> None:
             partial.unlink(missing_ok=True)
 
 
-# What a run writes beside its results, and the results: the folder may be one of the user's, so nothing else is removed.
-_OWN = re.compile(r"(?:calibration|float32|heal-[0-9a-f]{16})\.safetensors|job\.json")
+# The folder may be one of the user's, so nothing is removed but what has such a name, or one of RESULTS.
 _RESULT = re.compile(r"[0-9a-f]{64}(?:\.safetensors)?")
-_PARTIAL = re.compile(rf"\.(?:{_OWN.pattern}|{_RESULT.pattern})\.(?:data|part)\.[0-9]+")
+_PARTIAL = re.compile(rf"\.(?:{RESULTS.pattern}|{_RESULT.pattern})\.(?:data|part)\.[0-9]+")
 
 
 class Store(Protocol):
@@ -179,11 +179,12 @@ class WorkDir:
             return
         for name in (STORE, PIECES, CLAIMS):
             _drop(self.path / name)
-        _remove_named(self.path, _OWN)  # by name: the checkpoint itself may lie here
+        _remove_named(self.path, RESULTS)  # by name: the checkpoint itself may lie here
 
     def _check_job(self, job: dict[str, Any]) -> None:
         file = self.path / "job.json"
         if not file.exists():
+            self._check_foreign()
             write_json(file, {**job, NAMES: self._names})
             return
         try:
@@ -208,6 +209,16 @@ class WorkDir:
             raise UsageError(
                 f"work directory {self.path} holds results of another job ({details}): use the same settings to go "
                 "on with it, `restart` to discard it, or another `work_dir`"
+            )
+
+    def _check_foreign(self) -> None:
+        """Raises UsageError in a folder of no job where something has the name of a result: it is the user's."""
+        with disk_errors(self.path):
+            found = sorted(p.name for p in self.path.iterdir() if RESULTS.fullmatch(p.name))
+        if found:
+            raise UsageError(
+                f"{self.path / found[0]} has the name of a result, but there is no job.json beside it: move it, or choose "
+                "another work directory"
             )
 
     def _difference(

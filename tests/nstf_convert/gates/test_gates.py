@@ -42,6 +42,13 @@ def test_an_exact_artifact_passes_every_gate(evaluate, tiny):
     assert out.count("pass  ") == 4 and "mean KLD" in out and "perplexity" in out and "±" in out
 
 
+def test_a_reference_of_another_kind_is_wrong_use(evaluate, tiny):
+    """It was an AttributeError of the reference's class, which takes images."""
+    code, _, err = evaluate(tiny.same, "-r", "examples/tiny_conv/model", "--dataset", tiny.text, *WINDOWS)
+    assert code == 2 and "(ResNetForImageClassification) and" in err
+    assert err.endswith("are different models: they do not take the same inputs\n")
+
+
 def test_a_failed_gate_exits_4_and_writes_junit_all_the_same(evaluate, tiny, tmp_path):
     junit = tmp_path / "gates.xml"
     code, out, err = evaluate(

@@ -10,6 +10,7 @@ from torch import Tensor
 from nstf_convert.cli import run
 
 IMAGES, WORDS = "examples/tiny_conv/model", "examples/tiny_llama/model"
+LABELS = torch.tensor([0, 0, 0, 0, 0, 99, 0, 0])
 WRONG: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "channels": (IMAGES, {"pixel_values": torch.randn(8, 5, 32, 32)}, "not what the model takes"),
     "dimensions": (IMAGES, {"pixel_values": torch.randn(8, 3)}, "not what the model takes"),
@@ -20,6 +21,8 @@ WRONG: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "complex": (IMAGES, {"pixel_values": torch.zeros(8, 3, 32, 32, dtype=torch.complex64)}, "finite numbers"),
     "outputs": (IMAGES, {"pixel_values": torch.full((8, 3, 32, 32), 3e38)}, "outputs"),
     "images for words": (WORDS, {"pixel_values": torch.randn(8, 3, 32, 32)}, "not what the model takes"),
+    "a flag": (IMAGES, {"pixel_values": torch.randn(8, 3, 32, 32), "output_hidden_states": torch.ones(8)}, "not what"),
+    "a label of one": (IMAGES, {"pixel_values": torch.randn(8, 3, 32, 32), "labels": LABELS}, "not what the model takes"),
     "tokens": (WORDS, {"input_ids": torch.full((8, 16), 10**6)}, "tokens outside"),
 }  # fmt: skip
 

@@ -1,7 +1,10 @@
 """A mistake in the input leaves nothing behind, so that its correction is not taken for another session."""
 
 import errno
+import importlib
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,8 @@ import pytest
 import torch
 
 from nstf.errors import CorruptError, NstfError, UsageError
+from nstf_convert import dataset as texts
+from nstf_convert.checkpoint import source
 from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.calibrate import make
 from nstf_convert.pipeline.session import Session
@@ -60,6 +65,14 @@ def test_a_dataset_whose_name_is_no_text_is_converted_on(options, small, tmp_pat
     text.write_bytes(small.text.read_bytes())
     done = convert(options(("ratio", 0.6), datasets=(str(text),)))
     assert done.output.exists() and "t\\udcff.txt" in json.dumps(done.report).replace("\\\\", "\\")
+
+
+def test_a_text_that_is_given_twice_is_refused(options, small, tmp_path) -> None:
+    """It was measured on windows that it was fitted on: those of each are drawn in an order of its own."""
+    again = shutil.copy(small.text, tmp_path / "again.txt")
+    with pytest.raises(UsageError, match=r"again.txt is given twice"):
+        convert(options(datasets=(str(small.text), str(again))))
+    assert list(tmp_path.iterdir()) == [again]
 
 
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
@@ -143,3 +156,99 @@ def test_an_output_that_appears_meanwhile_stays_and_the_work_is_kept(
     monkeypatch.undo()
     command(options(("ratio", 0.6), force=True))
     assert chosen.output.read_bytes() != b"another's"
+
+
+@pytest.mark.parametrize("given", ["model", "datasets", "calibration", "output"])
+def test_no_file_of_the_user_has_the_name_of_a_result(options, small, tmp_path, given) -> None:
+    """`restart` removed a calibration that was given, and lay in the work directory."""
+    work = tmp_path / "work"
+    shutil.copytree(small.folder, work)
+    (work / "model.safetensors").rename(work / "calibration.safetensors")
+    (work / "job.json").write_text("{}")
+    before = {p.name: p.read_bytes() for p in work.iterdir()}
+    path = work / "calibration.safetensors"
+    value = {"model": str(path), "datasets": (str(path),)}.get(given, path)
+    with pytest.raises(UsageError, match="has the name of a result in the work directory"):
+        (calibrate if given == "output" else convert)(
+            options(work_dir=work, restart=True, force=True, **{given: value})
+        )
+    assert {p.name: p.read_bytes() for p in work.iterdir()} == before
+
+
+def test_results_of_another_tokenizer_are_not_taken(options, small, tmp_path) -> None:
+    """The same text has other tokens: its calibration was taken for that of the tokenizer that is there now."""
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    chosen = {"model": str(model), "work_dir": tmp_path / "work"}
+    convert(options(**chosen))
+    file = model / "tokenizer.json"
+    stated = json.loads(file.read_text())
+    stated["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(stated))
+    with pytest.raises(UsageError, match=r"another job \(tokenizer: .*model has changed\)"):
+        convert(options(**chosen, force=True))
+
+
+def test_what_samples_do_not_show_is_told_by_the_time(options, small, tmp_path, monkeypatch) -> None:
+    """Of large checkpoints and texts a part is hashed: a change elsewhere left the results of what was there before."""
+    monkeypatch.setattr(source, "FULL_DIGEST_LIMIT", 1)
+    monkeypatch.setattr(texts, "FINGERPRINT_SAMPLE", 100)
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    text = tmp_path / "a.txt"
+    content = small.text.read_bytes()
+    text.write_bytes(content)
+    chosen = {"model": str(model), "datasets": (str(text),), "work_dir": tmp_path / "work", "force": True}
+    convert(options(**chosen))
+    text.write_bytes(content[:200] + content[200:-200].upper() + content[-200:])
+    with pytest.raises(UsageError, match=r"another job \(datasets_times: .*a.txt has changed\)"):
+        convert(options(**chosen))
+    text.write_bytes(content)
+    os.utime(text, ns=(1, 1))
+    convert(options(**{**chosen, "restart": True}))
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    with pytest.raises(UsageError, match=r"another job \(checkpoint_times: .*model has changed\)"):
+        convert(options(**chosen))
+
+
+def test_a_checkpoint_that_is_written_into_meanwhile_is_no_model(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    """The file held some tensors of the one and some of the other."""
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    story = importlib.import_module("nstf_convert.pipeline.convert")
+    real = story._choose
+
+    def late(run):
+        found = real(run)
+        with (model / "model.safetensors").open("r+b") as file:
+            file.seek(-2, os.SEEK_END)
+            file.write(b"\0\0")
+        return found
+
+    monkeypatch.setattr(story, "_choose", late)
+    chosen = options(model=str(model))
+    with pytest.raises(UsageError, match="model was written into while it was read"):
+        convert(chosen)
+    assert not chosen.output.exists()
+
+
+def test_a_checkpoint_that_is_touched_or_replaced_meanwhile_is_converted(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    story = importlib.import_module("nstf_convert.pipeline.convert")
+    real = story._choose
+
+    def late(run):
+        os.utime(model / "model.safetensors", ns=(1, 1))
+        return real(run)
+
+    monkeypatch.setattr(story, "_choose", late)
+    convert(options(model=str(model)))
+
+    def later(run):
+        (model / "new").write_bytes(b"another model")
+        (model / "new").replace(model / "model.safetensors")
+        return real(run)
+
+    monkeypatch.setattr(story, "_choose", later)
+    convert(options(model=str(model), force=True))

@@ -303,3 +303,15 @@ def test_a_file_system_without_locks_is_not_taken_for_another_conversion(
     with pytest.raises(NstfError, match=r"cannot be locked \(No locks available\)") as error:
         WorkDir(tmp_path, JOB)
     assert error.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["calibration.safetensors", "float32.safetensors", f"heal-{'a' * 16}.safetensors"]
+)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_of_the_user_with_the_name_of_a_result_stays(name: str, restart: bool, tmp_path: Path) -> None:
+    """It was taken for a damaged result, removed and written anew: a model of that name was gone."""
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(UsageError, match=f"{name} has the name of a result"):
+        WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
+    assert (tmp_path / name).read_bytes() == b"mine" and not (tmp_path / "job.json").exists()

@@ -89,6 +89,13 @@ def test_what_is_no_language_model_is_refused() -> None:
         )
 
 
+def test_a_config_of_no_elements_is_one_line() -> None:
+    """It was a traceback of the format that was to hold them."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100}
+    with pytest.raises(UsageError, match=r"make .*mlp.* a tensor without elements: \[0, 64\]"):
+        of_config("x", {"model_type": "llama", "intermediate_size": 0} | sizes, "int4")
+
+
 # Microseconds on an H200 by rows of activations, 28672 x 8192 (docs/gpu_speed.md). Trellis codes for few rows are priced by
 # whole tokens, below: turned activations and launches between them are part of those.
 MEASURED = {
