@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError
@@ -40,6 +40,8 @@ class DividedModel:
     def __init__(self, artifact: Artifact, ranks: Ranks, device: torch.device) -> None:
         self.artifact, self.ranks, self.device = artifact, ranks, device
         self._division = Division(artifact.config(), ranks.size)
+        # Takes this rank's pieces of arrays that are exchanged to its device.
+        self.copy: Callable[[Tensor], Tensor] = lambda piece: piece.to(device)
         self._own: dict[str, Span | None] = {}
         # What one host's ranks read of one file is in memory once: exchanging it takes twice as long as cutting it.
         self._exchanged = device.type == "cuda" or len(set(ranks.tell(_copy_of(artifact)))) > 1
@@ -79,7 +81,7 @@ class DividedModel:
         """
         whole, span = self.artifact.encoded(source), self._span(source)
         if self._exchanged and span is not None and span.axis > 0:
-            arrays = self.ranks.read_together(whole.arrays, self.device)
+            arrays = self.ranks.read_together(whole.arrays, self.copy)
             whole = EncodedTensor(whole.tree, whole.shape, arrays)
         try:
             return whole if span is None else shard(whole, span)

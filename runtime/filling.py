@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decode
@@ -19,10 +19,18 @@ from nstf.runtime.skeleton import tied_aliases
 _log = logging.getLogger("nstf")
 
 
+Copy = Callable[[Tensor], Tensor]
+
+
 def fill(
-    model: nn.Module, artifact: Artifact, dtype: torch.dtype, divided: DividedModel | None = None
+    model: nn.Module,
+    artifact: Artifact,
+    dtype: torch.dtype,
+    divided: DividedModel | None = None,
+    copy: Copy | None = None,
 ) -> None:
-    """Every parameter and stored buffer of the skeleton from the artifact; of a divided model, this rank's part."""
+    """Every parameter and stored buffer of the skeleton from the artifact; of a divided model, this rank's part. copy: what
+    takes the arrays of encoded tensors to where they will be used; None leaves them in the file's mapping."""
     aliases = tied_aliases(model)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -44,7 +52,7 @@ def fill(
         divided.narrow(model, sources)
     read = artifact.encoded if divided is None else divided.encoded
     for name, source in sources.items():
-        _place(model, name, artifact, source, read, dtype, made)
+        _place(model, name, artifact, source, read, dtype, made, copy)
     if divided is not None:
         divided.connect(model, sources)
     with torch.no_grad():
@@ -83,6 +91,7 @@ def _place(
     read: Callable[[str], EncodedTensor],
     dtype: torch.dtype,
     made: dict[str, EncodedParameter | nn.Parameter],
+    copy: Copy | None,
 ) -> None:
     """One parameter, sharing the arrays of `source` when another parameter already uses them."""
     owner, _, leaf = name.rpartition(".")
@@ -101,6 +110,9 @@ def _place(
             )
         as_stored = encoded.tree.kind == "dense" and encoded.arrays["values"].dtype == dtype
         stays = len(shape) >= 2 and not as_stored and stays_encoded(module, leaf, math.prod(shape))
+        if stays and copy is not None:
+            arrays = {path: copy(array) for path, array in encoded.arrays.items()}
+            encoded = EncodedTensor(encoded.tree, encoded.shape, arrays)
         made[source] = EncodedParameter(encoded, dtype) if stays else dense_parameter(decode(encoded), dtype)
     value = made[source]
     if isinstance(value, EncodedParameter):

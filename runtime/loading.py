@@ -31,6 +31,7 @@ from nstf.runtime.fused import choose_products
 from nstf.runtime.memory_limit import watch_limit
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton
+from nstf.runtime.staging import Staging
 from nstf.runtime.tensors import named_dtype
 
 if TYPE_CHECKING:
@@ -139,7 +140,10 @@ def _load(
         parts = DividedModel(artifact, ranks, device)
 
     def finish() -> None:
-        fill(model, artifact, compute, parts)
+        with Staging(artifact, device) if device.type == "cuda" else nullcontext() as staging:
+            if parts is not None and staging is not None:
+                parts.copy = staging.copy
+            fill(model, artifact, compute, parts, None if staging is None else staging.copy)
         choose_products(model, exact=engine != "auto")
         _set_generation_config(model, artifact)
         make_citizen(model, path)

@@ -104,12 +104,15 @@ class Ranks:
         side_by_side = parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * width)
         return side_by_side[..., :total]
 
-    def read_together(self, arrays: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Arrays of a mapped file, of each of which every rank reads an equal piece and is sent the others' by them.
+    def read_together(
+        self, arrays: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Arrays of a mapped file, of each of which every rank reads an equal piece and is sent the others' by them. copy:
+        takes a piece to the device on which they are exchanged.
 
         Raises OtherFailed where a rank failed since the last exchange: inside of `agree`.
         """
-        ready = {name: self._piece(array, device) for name, array in arrays.items()}
+        ready = {name: self._piece(array, copy) for name, array in arrays.items()}
         self._all_well()  # what may fail is done: nobody waits in vain
         for own, pieces in ready.values():
             dist.all_gather(list(pieces), own, group=self.group)
@@ -118,12 +121,13 @@ class Ranks:
             for name, array in arrays.items()
         }
 
-    def _piece(self, array: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _piece(self, array: Tensor, copy: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """(the bytes that this rank reads of an array, room for those of all)."""
         stored = array.reshape(-1).view(torch.uint8)
         each = -(-len(stored) // self.size)
-        own = stored[self.rank * each : (self.rank + 1) * each].to(device)
-        return torch.nn.functional.pad(own, (0, each - len(own))), own.new_empty(self.size, each)
+        own = copy(stored[self.rank * each : (self.rank + 1) * each])
+        own = torch.nn.functional.pad(own, (0, each - len(own))) if len(own) < each else own
+        return own, own.new_empty(self.size, each)
 
     def agree(self, work: Callable[[], Result], same: Callable[[Result], str]) -> Result:
         """What `work` gives, once it went well on every rank. same: the hexadecimal digest of what all must have alike.

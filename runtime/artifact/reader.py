@@ -224,6 +224,28 @@ class Artifact:
         count = (entry.end - entry.start) // dtype.itemsize
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
 
+    def place_of(self, array: Tensor) -> int | None:
+        """Where in the file the bytes of an array lie that is a view of the mapping; None of others, and of a file that was
+        read into memory."""
+        if self.state is None or not array.is_contiguous() or array.device.type != "cpu":
+            return None
+        start = torch.frombuffer(self._open_mapping(), dtype=torch.uint8, count=1).data_ptr()
+        place = array.data_ptr() - start
+        return place if 0 <= place and place + array.nbytes <= self.size_bytes else None
+
+    def reopened(self) -> int | None:
+        """A descriptor of the mapped file; None where it was read into memory, or another one lies in its place now."""
+        if self.state is None:
+            return None
+        try:
+            descriptor = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if file_state(os.fstat(descriptor)) == self.state:
+            return descriptor
+        os.close(descriptor)
+        return None
+
     def stored_bytes(self, array: str) -> memoryview:
         """The bytes of an array, by its name in the file."""
         entry = self.entries[array]

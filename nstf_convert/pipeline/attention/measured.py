@@ -24,7 +24,7 @@ SPREAD = 0.3
 PRIOR = 4
 # What answers lose counts so many times: a plan at 0.02 nats of text found 412 of 1000 needles where dense attention found
 # 455 (docs/attention.md), since few tokens of a text need a word far back and each needle does.
-ANSWERS = 1.0
+ANSWERS = 4.0
 
 
 @dataclass(frozen=True)
