@@ -193,9 +193,15 @@ def _both(chooser: _Chooser, budget: float, allowed: float) -> Chosen:
         found = _within(chooser, budget)
     if found.loss.upper > allowed:
         enough = chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
+        forgets = ANSWERS * found.loss.answers >= found.loss.upper
+        worse = (
+            f"at answers to what is far back {found.loss.answers:.5f}, which counts {ANSWERS:g} times"
+            if forgets
+            else f"on another text up to {found.loss.upper:.5f}"
+        )
         raise BudgetError(
-            f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, on another text up to "
-            f"{found.loss.upper:.5f}, {allowed:g} are allowed: about `kv_budget` {enough:.2f} would hold that",
+            f"a KV cache of {budget:g} loses {found.loss.mean:.5f} +- {found.loss.error:.5f} nats, {worse}, {allowed:g} are "
+            f"allowed: about `kv_budget` {enough:.2f} would hold that",
             int(enough * chooser.dense_bytes),
         )
     return found

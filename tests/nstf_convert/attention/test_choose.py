@@ -241,3 +241,10 @@ def test_a_plan_loses_no_more_at_answers_than_is_allowed() -> None:
     assert 0.0 < ANSWERS * careful.loss.answers <= 0.02 < ANSWERS * 8.0 * free.loss.mean
     assert careful.loss.upper <= 0.02 and careful.size_bytes > free.size_bytes
     assert Loss(0.0, 0.0, answers=float("nan")).upper == float("inf")
+
+
+def test_a_budget_that_answers_do_not_bear_is_refused_with_what_they_lose() -> None:
+    found = profile()
+    plain = Truth(found)
+    with pytest.raises(BudgetError, match=r"far back [0-9.]+, which counts 4 times, 0\.02 are\s+allowed"):
+        choose(found, SIZE, lambda layers: replace(plain(layers), answers=1.0), 0.3, 0.02)
