@@ -257,7 +257,9 @@ class WorkDir:
         """Stores a result under its key."""
         file = self._file(key, folder)
         if not file.parent.is_dir():
-            remove(file.parent)  # a file or a link in the place of a folder of results
+            # A file or a link in the place of a folder of results; a folder is one that another thread has made meanwhile.
+            with contextlib.suppress(OSError):
+                file.parent.unlink()
         if file.is_dir():  # in the place of a result that was made again without being looked for
             remove(file)
         write_tensors(file, tensors, {"key": key, "of": metadata})
