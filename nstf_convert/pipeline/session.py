@@ -185,9 +185,18 @@ class Session:
             self.beside.close()
             self.work.drop_pieces()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
-        if useless and self.options.work_dir is None and not self.helper and hasattr(self, "work"):
+        ours = not self.helper and hasattr(self, "work")
+        if useless and self.options.work_dir is None and ours:
             self.work.useless = True
-        self._opened.close()
+        try:
+            if ours and self._written_into():
+                log.warning(
+                    "%s was written into meanwhile: what was made of it is removed from %s",
+                    self.options.model, self._folder,
+                )  # fmt: skip
+                self.work.discard_new()
+        finally:
+            self._opened.close()
 
     @property
     def threads(self) -> int:
@@ -364,15 +373,22 @@ class Session:
     def check_checkpoint(self) -> None:
         """Raises UsageError where the checkpoint was written into since it was opened: some of what was made is of the one,
         and some of the other. A file that took its place does no harm: the one that is open stays as it is."""
+        if self._written_into():
+            raise UsageError(
+                f"{self.options.model} was written into while it was read: run again when it is complete"
+            )
+
+    def _written_into(self) -> bool:
+        """Whether files of the checkpoint hold something else than when they were opened."""
         now = self.checkpoint.stamps()
         same = (path for path, (inode, _) in self._stamps.items() if path in now and now[path][0] == inode)
         if all(now[path] == self._stamps[path] for path in same):
-            return
-        with closing(open_checkpoint(self.options.model)) as again:
-            if again.is_sampled or again.fingerprint() != self.checkpoint.fingerprint():
-                raise UsageError(
-                    f"{self.options.model} was written into while it was read: run again when it is complete"
-                )
+            return False
+        try:
+            with closing(open_checkpoint(self.options.model)) as again:
+                return again.is_sampled or again.fingerprint() != self.checkpoint.fingerprint()
+        except NstfError:
+            return True
 
     def check_datasets(self) -> None:
         """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it

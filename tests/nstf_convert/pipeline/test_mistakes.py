@@ -75,6 +75,23 @@ def test_a_text_that_is_given_twice_is_refused(options, small, tmp_path) -> None
     assert list(tmp_path.iterdir()) == [again]
 
 
+def test_a_dataset_that_changes_before_healing_reads_it_is_not_healed_on(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    """The healed values would stand in the work directory for the text that was there first."""
+    text = Path(shutil.copy(small.text, tmp_path / "a.txt"))
+    healing = importlib.import_module("nstf_convert.pipeline.heal.text")
+    real = healing._text_windows
+
+    def late(*given):
+        text.write_text(small.text.read_text()[::-1])
+        return real(*given)
+
+    monkeypatch.setattr(healing, "_text_windows", late)
+    with pytest.raises(UsageError, match=r"a.txt changed while it was read"):
+        convert(options(datasets=(str(text),), heal_steps=20))
+
+
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
     chosen = options(("ratio", 0.6), formats=("zork",))
     before = sorted(chosen.output.parent.iterdir())
@@ -229,6 +246,46 @@ def test_a_checkpoint_that_is_written_into_meanwhile_is_no_model(
     with pytest.raises(UsageError, match="model was written into while it was read"):
         convert(chosen)
     assert not chosen.output.exists()
+
+
+@pytest.mark.parametrize("end", [UsageError, KeyboardInterrupt])
+def test_what_was_made_of_a_checkpoint_that_was_written_into_is_not_resumed(
+    options, small, tmp_path, monkeypatch, end: type[BaseException]
+) -> None:
+    """Once the model was as before, its job had results of the other: a file of both, and no word. Those of an earlier run
+    stay."""
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    file = model / "model.safetensors"
+    first = file.read_bytes()
+    work = tmp_path / "work"
+    chosen = {"model": str(model), "work_dir": work, "force": True}
+    wanted = convert(options(**chosen, output=tmp_path / "a.nstf")).output.read_bytes()
+    shutil.rmtree(work)
+    convert(options(("ratio", 0.9), **chosen))
+    before = {p: p.stat().st_mtime_ns for p in work.rglob("*") if p.is_file() and p.name != "lock"}
+    made, real = [], Session.encoder_for
+
+    def late(session: Session, *given):
+        with file.open("r+b") as opened:
+            opened.write(first[:-2000] + bytes(2000))
+        return real(session, *given)
+
+    def ended(run, final):
+        made.extend(p for p in work.rglob("*.safetensors") if p not in before)
+        if end is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        run.session.check_checkpoint()
+
+    monkeypatch.setattr(Session, "encoder_for", late)
+    monkeypatch.setattr(importlib.import_module("nstf_convert.pipeline.convert"), "_write", ended)
+    with pytest.raises(end):
+        convert(options(**chosen))
+    assert made and not any(p.exists() for p in made)
+    assert all(p.stat().st_mtime_ns == at for p, at in before.items())
+    monkeypatch.undo()
+    with file.open("r+b") as opened:
+        opened.write(first)
+    assert convert(options(**chosen)).output.read_bytes() == wanted
 
 
 def test_a_checkpoint_that_is_touched_or_replaced_meanwhile_is_converted(
