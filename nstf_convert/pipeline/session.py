@@ -28,7 +28,7 @@ from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
-from nstf_convert.pipeline.calibrate.text import Data, longest_window
+from nstf_convert.pipeline.calibrate.text import Data, longest_window, own_texts
 from nstf_convert.pipeline.helpers import Helpers, count_beside
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
@@ -48,6 +48,8 @@ log = logging.getLogger("nstf")
 EXPAND_BYTES = 4 << 30
 # When files were changed whose digests are of a part: parts of a job where there are such files.
 TIMES = ("checkpoint_times", "datasets_times")
+# The texts that are read where none are given: a part of jobs that read any.
+OWN_TEXTS = "own_texts"
 NOT_TOKENIZER = ("config.json", "generation_config.json")
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
@@ -357,6 +359,7 @@ class Session:
             "datasets": [str(d) for d in options.datasets],
             "calibration": None if options.calibration is None else str(options.calibration),
             "tokenizer": options.model,
+            OWN_TEXTS: "what ships with Python and nstf",
             **dict(zip(TIMES, (options.model, [str(d) for d in options.datasets]), strict=True)),
         }
         restart = options.restart and not self.helper
@@ -424,7 +427,14 @@ class Session:
             "device": self.device.type,
             "tokenizer": content_key(**self._tokenizer_digests()),
             **{name: found for name, found in times.items() if found},
+            **({OWN_TEXTS: content_key(**own_texts())} if self._reads_own_texts() else {}),
         }
+
+    def _reads_own_texts(self) -> bool:
+        """Whether a text is read that was not given."""
+        if self.model is None or self.options.datasets:
+            return False
+        return self.model.is_causal_lm or getattr(self.model.module, "main_input_name", "") == "input_ids"
 
     def _tokenizer_digests(self) -> dict[str, str]:
         """Of the files that texts or images are read by: with others, the same text has other tokens."""

@@ -205,6 +205,16 @@ def test_results_of_another_tokenizer_are_not_taken(options, small, tmp_path) ->
         convert(options(**chosen, force=True))
 
 
+def test_results_of_other_own_texts_are_not_taken(options, tmp_path, monkeypatch) -> None:
+    """Without a dataset the text ships with Python: that of another version was taken for the one that is there now."""
+    chosen = {"datasets": (), "seq_len": 8, "work_dir": tmp_path / "work"}
+    convert(options(**chosen))
+    real = make.inputs.manual
+    monkeypatch.setattr(make.inputs, "manual", lambda: [part.upper() for part in real()])
+    with pytest.raises(UsageError, match=r"another job \(own_texts: what ships with Python and nstf has changed\)"):
+        convert(options(**chosen, force=True))
+
+
 def test_what_samples_do_not_show_is_told_by_the_time(options, small, tmp_path, monkeypatch) -> None:
     """Of large checkpoints and texts a part is hashed: a change elsewhere left the results of what was there before."""
     monkeypatch.setattr(source, "FULL_DIGEST_LIMIT", 1)
