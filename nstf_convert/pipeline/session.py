@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -407,8 +408,14 @@ class Session:
         calibration = options.calibration
         self._datasets = [(texts.fingerprint(d), texts.times(d)) for d in options.datasets]
         found = [digest for digest, _ in self._datasets]
-        if again := next((d for i, d in enumerate(options.datasets) if found[i] in found[:i]), None):
-            raise UsageError(f"the dataset {again} is given twice: what it is measured on would be fitted on")
+        read: set[Path] = set()
+        for number, dataset in enumerate(options.datasets):
+            places = texts.places(dataset)
+            if found[number] in found[:number] or not places.isdisjoint(read):
+                raise UsageError(
+                    f"the dataset {dataset} is given twice: what it is measured on would be fitted on"
+                )
+            read |= places
         # Where digests are of a part of the bytes.
         written = [time_ns for _, time_ns in self._stamps.values()] if self.checkpoint.is_sampled else []
         times = dict(zip(TIMES, (written, [t for _, at in self._datasets for t in at]), strict=True))

@@ -73,6 +73,12 @@ def test_a_text_that_is_given_twice_is_refused(options, small, tmp_path) -> None
     with pytest.raises(UsageError, match=r"again.txt is given twice"):
         convert(options(datasets=(str(small.text), str(again))))
     assert list(tmp_path.iterdir()) == [again]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "more.txt").write_text("kab " * 3000)
+    (folder / "link.txt").symlink_to(again)
+    with pytest.raises(UsageError, match=r"again.txt is given twice"):
+        convert(options(datasets=(str(folder), str(again))))
 
 
 def test_a_dataset_that_changes_before_healing_reads_it_is_not_healed_on(
@@ -211,7 +217,9 @@ def test_results_of_other_own_texts_are_not_taken(options, tmp_path, monkeypatch
     convert(options(**chosen))
     real = make.inputs.manual
     monkeypatch.setattr(make.inputs, "manual", lambda: [part.upper() for part in real()])
-    with pytest.raises(UsageError, match=r"another job \(own_texts: what ships with Python and nstf has changed\)"):
+    with pytest.raises(
+        UsageError, match=r"another job \(own_texts: what ships with Python and nstf has changed\)"
+    ):
         convert(options(**chosen, force=True))
 
 
