@@ -85,6 +85,10 @@ class Session:
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
+        # What the caller's process has set otherwise.
+        self._opened.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        self._opened.enter_context(torch.inference_mode(False))
         self._compiled: set[int] = set()
         self._compiler: subprocess.Popen[bytes] | None = None
         # The order in which linear modules run, and which write to the residual stream (improve.groups).

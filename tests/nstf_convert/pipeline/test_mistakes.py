@@ -98,6 +98,20 @@ def test_a_dataset_that_changes_before_healing_reads_it_is_not_healed_on(
         convert(options(datasets=(str(text),), heal_steps=20))
 
 
+def test_what_a_process_has_set_in_torch_changes_nothing(options, tmp_path) -> None:
+    """A default of float64 was a ValueError of a kernel, and inference mode torch's error of a backward pass."""
+    wanted = convert(options(output=tmp_path / "a.nstf")).output.read_bytes()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            found = convert(options(output=tmp_path / "b.nstf")).output.read_bytes()
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == wanted
+
+
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
     chosen = options(("ratio", 0.6), formats=("zork",))
     before = sorted(chosen.output.parent.iterdir())
