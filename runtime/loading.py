@@ -42,6 +42,7 @@ _ATTENTION = ("full", "planned")
 _ENGINE = ("auto", "exact", "off")
 
 
+@torch.inference_mode(False)  # its tensors would have no versions, by which the engine tells whether they were changed
 def load(
     path: str | os.PathLike[str],
     device: str | torch.device = "cpu",
