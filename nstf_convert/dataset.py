@@ -76,6 +76,11 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def places(path: str | Path) -> set[Path]:
+    """Where the files of a dataset lie."""
+    return {file.resolve() for file in _read_files(_located(path))}
+
+
 def times(path: str | Path) -> list[int]:
     """When the files of a dataset that are hashed in part were last changed, in nanoseconds."""
     found = []

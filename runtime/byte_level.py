@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from nstf.runtime.artifact.config import MAX_BYTES
 from nstf.runtime.imports import uncollected
+from nstf.runtime.tokenizer_growth import MOST, longest_token
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class ByteLevel:
         self.special = frozenset(content for content, special in self.added.values() if special)
         self._names = list(self._vocab)
         self._inverse: dict[int, str] | None = None
+        if longest_token(stated) > MOST // 2:
+            raise _Other
 
     def encode(self, text: str) -> list[int] | None:
         """The tokens of a text, or None where the library has to look at it."""

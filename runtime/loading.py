@@ -43,6 +43,8 @@ _ATTENTION = ("full", "planned")
 _ENGINE = ("auto", "exact", "off")
 
 
+# In inference mode tensors have no versions, by which the engine tells whether they were changed.
+@torch.inference_mode(False)
 def load(
     path: str | os.PathLike[str],
     device: str | torch.device = "cpu",

@@ -74,7 +74,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             raise UnsupportedError(
                 f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error
-    check_made(made, where)
+    check_made(made, where, words="tokenizer.json" not in files)
     return made
 
 

@@ -1,12 +1,14 @@
 """How much longer the rules of a tokenizer.json can make a text: a file of a few hundred bytes can turn one word into
 gigabytes, which `tokenizers` makes before anything can be asked of it.
 
-Rules that follow each other multiply. What is counted is the most that one of them can do, whether a text lets it or not.
+Rules that follow each other multiply, those of a decoder with the letters of the longest token. What is counted is the most
+that one of them can do, whether a text lets it or not.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.header import check_nesting, short
@@ -14,9 +16,11 @@ from nstf.runtime.imports import uncollected
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
-# Times the length of a text, or of its tokens. Known tokenizers stay below 100.
+# Times the length of a text, and letters of a token as the decoder leaves it. The rules of known tokenizers stay below 100;
+# their longest tokens are rows of a thousand spaces or so.
 MOST = 1 << 16
 # Letters of a word that WordPiece divides: it looks up every part of it. Known tokenizers have 100.
 MOST_LETTERS = 1000
@@ -40,11 +44,16 @@ def check_growth(content: bytes, where: object) -> None:
         check_rules(stated, where)
 
 
-def check_made(tokenizer: Any, where: object) -> None:
+def check_made(tokenizer: Any, where: object, words: bool = False) -> None:
     """The same for the rules of a tokenizer of transformers, which may have them from other files: a table of characters
-    of a sentencepiece model, say."""
-    backend = getattr(getattr(tokenizer, "tokenizer", tokenizer), "backend_tokenizer", None)
-    check_rules({name: _stated(getattr(backend, name, None)) for name in (*_BEFORE, *_AFTER)}, where)
+    of a sentencepiece model, say. words: its words are from other files, too."""
+    own = getattr(tokenizer, "tokenizer", tokenizer)
+    backend = getattr(own, "backend_tokenizer", None)
+    stated = {name: _stated(getattr(backend, name, None)) for name in (*_BEFORE, *_AFTER)}
+    if words:
+        with suppress(NotImplementedError):
+            stated["model"] = {"vocab": getattr(own, "get_vocab", dict)()}
+    check_rules(stated, where)
 
 
 def _stated(part: Any) -> Any:
@@ -55,7 +64,7 @@ def _stated(part: Any) -> Any:
         return None
 
 
-def check_rules(stated: dict[str, Any], where: object) -> None:
+def check_rules(stated: Mapping[str, Any], where: object) -> None:
     """Raises UnsupportedError as `check_growth` does, for what a tokenizer.json states."""
     model = stated.get("model")
     longest = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
@@ -65,14 +74,28 @@ def check_rules(stated: dict[str, Any], where: object) -> None:
             f"cube of them, more than {MOST_LETTERS}; use the original model's tokenizer"
         )
     for parts in (_BEFORE, *((part,) for part in _AFTER)):
-        times = 1.0
+        times = float(longest_token(stated)) if parts == ("decoder",) else 1.0
         for part in parts:
             times = min(times * _times(stated.get(part)), 1e300)
         if times > MOST:
+            named = "longest token and its decoder" if parts == ("decoder",) else " and ".join(parts)
             raise UnsupportedError(
-                f"{where}: its tokenizer can make a text {times:.3g} times as long by its {' and '.join(parts)}, "
+                f"{where}: its tokenizer can make a text {times:.3g} times as long by its {named}, "
                 f"more than {MOST}; use the original model's tokenizer"
             )
+
+
+def longest_token(stated: Mapping[str, Any]) -> int:
+    """Letters of the longest token that a tokenizer.json states: each number that a model chooses may become so many."""
+    model, added = stated.get("model"), stated.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    longest = max(map(len, vocab), default=1) if isinstance(vocab, dict) else 1
+    words: list[Any] = []
+    if isinstance(vocab, list):  # of Unigram: pairs of a word and its score
+        words += [pair[0] for pair in vocab if isinstance(pair, list) and pair]
+    if isinstance(added, list):
+        words += [token.get("content") for token in added if isinstance(token, dict)]
+    return max(longest, *(len(word) for word in words if isinstance(word, str)), 1)
 
 
 def _times(rule: Any) -> float:

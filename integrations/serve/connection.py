@@ -25,7 +25,8 @@ _TOO_MANY = (
 
 
 class Connection(H11Protocol):
-    """By h11, which refuses a head that is not whole after 16 KiB; httptools, uvicorn's own choice, takes heads of any size.
+    """By h11, which refuses a head that is not whole after 16 KiB, or after what asyncio reads at once (256 KiB); httptools,
+    uvicorn's own choice, takes heads of any size.
 
     A body has a limit of its own (`app.BODY_SECONDS`), and so has a stream that nobody reads (`stream.SEND_SECONDS`).
     """

@@ -10,6 +10,7 @@ from nstf.errors import GateFailed, NstfError, UnsupportedError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs, print_table
+from nstf_convert.inputs import check_still_free
 
 if TYPE_CHECKING:
     from nstf.kernels.triton.aot import Compiled
@@ -73,7 +74,7 @@ def compile(
             options.check_output(place, [str(artifact)], force)
     require_kernels()
     results = [
-        run(artifact, row, places[row.target] if store else None, sizes, dtype, report or gate)
+        run(artifact, row, places[row.target] if store else None, sizes, dtype, report or gate, force)
         for row in rows
     ]
     if json:
@@ -132,6 +133,7 @@ def run(
     batches: tuple[int, ...],
     dtype: str | None,
     report: bool,
+    force: bool,
 ) -> dict[str, Any]:
     """Compiles for one target and writes the side file; the facts for screen and JSON."""
     from nstf.kernels.triton import aot, side_file
@@ -164,6 +166,7 @@ def run(
         else [{"name": c.spec.name, "misses": []} for c in made],
     }
     if place is not None and made:
+        check_still_free(place, force)
         result["size_bytes"] = write(place, side_file.pack(made, row, batches, word))
         result["path"] = str(place)
     return result

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 from nstf.runtime.imports import uncollected
 from nstf_convert.cli import options
 from nstf_convert.cli.attention import chosen_pairs
@@ -71,16 +71,23 @@ def convert(
         data["tool"] = {**data["tool"], "command": " ".join(["nstf", *sys.argv[1:]])}
     if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
         data["roofline"] = measure_roofline(result.output) if profile else None
-    for path in report or []:
+    taken = [path for path in report or [] if path.exists() and not settings["force"]]
+    written = [path for path in report or [] if path not in taken]
+    for path in written:
         write_report(path, data)
     if json:
         print_json({"output": str(result.output), "size_bytes": result.size_bytes,
                     "budget_bytes": result.budget_bytes, "report": data})  # fmt: skip
-        return
-    print_summary(result.output, result.size_bytes, result.budget_bytes, data)
-    for path in report or []:
-        typer.echo(f"report: {path}")
-    typer.echo(f"next: nstf inspect {result.output}, or {next_step(result.output, data)}")
+    else:
+        print_summary(result.output, result.size_bytes, result.budget_bytes, data)
+        for path in written:
+            typer.echo(f"report: {path}")
+        typer.echo(f"next: nstf inspect {result.output}, or {next_step(result.output, data)}")
+    if taken:
+        raise NstfError(
+            f"--report {taken[0]} was written by something else meanwhile, and stays: this report is left out, "
+            f"{result.output} is complete"
+        )
 
 
 def next_step(output: Path, report: Mapping[str, Any]) -> str:

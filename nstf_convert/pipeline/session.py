@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
-from nstf_convert.pipeline.calibrate.text import Data, longest_window
+from nstf_convert.pipeline.calibrate.text import Data, longest_window, own_texts
 from nstf_convert.pipeline.helpers import Helpers, count_beside
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
@@ -48,6 +49,8 @@ log = logging.getLogger("nstf")
 EXPAND_BYTES = 4 << 30
 # When files were changed whose digests are of a part: parts of a job where there are such files.
 TIMES = ("checkpoint_times", "datasets_times")
+# The texts that are read where none are given: a part of jobs that read any.
+OWN_TEXTS = "own_texts"
 NOT_TOKENIZER = ("config.json", "generation_config.json")
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
@@ -82,6 +85,10 @@ class Session:
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
+        # What the caller's process has set otherwise.
+        self._opened.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        self._opened.enter_context(torch.inference_mode(False))
         self._compiled: set[int] = set()
         self._compiler: subprocess.Popen[bytes] | None = None
         # The order in which linear modules run, and which write to the residual stream (improve.groups).
@@ -185,9 +192,18 @@ class Session:
             self.beside.close()
             self.work.drop_pieces()
         useless = kind is None or (self._made_folder and issubclass(kind, INPUT_ERRORS))
-        if useless and self.options.work_dir is None and not self.helper and hasattr(self, "work"):
+        ours = not self.helper and hasattr(self, "work")
+        if useless and self.options.work_dir is None and ours:
             self.work.useless = True
-        self._opened.close()
+        try:
+            if ours and self._written_into():
+                log.warning(
+                    "%s was written into meanwhile: what was made of it is removed from %s",
+                    self.options.model, self._folder,
+                )  # fmt: skip
+                self.work.discard_new()
+        finally:
+            self._opened.close()
 
     @property
     def threads(self) -> int:
@@ -348,6 +364,7 @@ class Session:
             "datasets": [str(d) for d in options.datasets],
             "calibration": None if options.calibration is None else str(options.calibration),
             "tokenizer": options.model,
+            OWN_TEXTS: "what ships with Python and nstf",
             **dict(zip(TIMES, (options.model, [str(d) for d in options.datasets]), strict=True)),
         }
         restart = options.restart and not self.helper
@@ -364,15 +381,22 @@ class Session:
     def check_checkpoint(self) -> None:
         """Raises UsageError where the checkpoint was written into since it was opened: some of what was made is of the one,
         and some of the other. A file that took its place does no harm: the one that is open stays as it is."""
+        if self._written_into():
+            raise UsageError(
+                f"{self.options.model} was written into while it was read: run again when it is complete"
+            )
+
+    def _written_into(self) -> bool:
+        """Whether files of the checkpoint hold something else than when they were opened."""
         now = self.checkpoint.stamps()
         same = (path for path, (inode, _) in self._stamps.items() if path in now and now[path][0] == inode)
         if all(now[path] == self._stamps[path] for path in same):
-            return
-        with closing(open_checkpoint(self.options.model)) as again:
-            if again.is_sampled or again.fingerprint() != self.checkpoint.fingerprint():
-                raise UsageError(
-                    f"{self.options.model} was written into while it was read: run again when it is complete"
-                )
+            return False
+        try:
+            with closing(open_checkpoint(self.options.model)) as again:
+                return again.is_sampled or again.fingerprint() != self.checkpoint.fingerprint()
+        except NstfError:
+            return True
 
     def check_datasets(self) -> None:
         """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it
@@ -388,8 +412,14 @@ class Session:
         calibration = options.calibration
         self._datasets = [(texts.fingerprint(d), texts.times(d)) for d in options.datasets]
         found = [digest for digest, _ in self._datasets]
-        if again := next((d for i, d in enumerate(options.datasets) if found[i] in found[:i]), None):
-            raise UsageError(f"the dataset {again} is given twice: what it is measured on would be fitted on")
+        read: set[Path] = set()
+        for number, dataset in enumerate(options.datasets):
+            places = texts.places(dataset)
+            if found[number] in found[:number] or not places.isdisjoint(read):
+                raise UsageError(
+                    f"the dataset {dataset} is given twice: what it is measured on would be fitted on"
+                )
+            read |= places
         # Where digests are of a part of the bytes.
         written = [time_ns for _, time_ns in self._stamps.values()] if self.checkpoint.is_sampled else []
         times = dict(zip(TIMES, (written, [t for _, at in self._datasets for t in at]), strict=True))
@@ -408,7 +438,14 @@ class Session:
             "device": self.device.type,
             "tokenizer": content_key(**self._tokenizer_digests()),
             **{name: found for name, found in times.items() if found},
+            **({OWN_TEXTS: content_key(**own_texts())} if self._reads_own_texts() else {}),
         }
+
+    def _reads_own_texts(self) -> bool:
+        """Whether a text is read that was not given."""
+        if self.model is None or self.options.datasets:
+            return False
+        return self.model.is_causal_lm or getattr(self.model.module, "main_input_name", "") == "input_ids"
 
     def _tokenizer_digests(self) -> dict[str, str]:
         """Of the files that texts or images are read by: with others, the same text has other tokens."""

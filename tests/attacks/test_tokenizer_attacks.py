@@ -96,6 +96,11 @@ GROWING: dict[str, dict[str, Any]] = {
     "tokens that become words": {
         "decoder": {"type": "Sequence", "decoders": [{**LONG, "pattern": {"String": "a"}}] * 2}
     },
+    "a token of a long text": {"model": WORDS | {"vocab": {"x": 0, "a" * 70_000: 1}}},
+    "a token of a long text, with a score": {
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [["x", 0.0], ["a" * 70_000, -1.0]]}
+    },
+    "an added token of a long text": {"added_tokens": [EXAMPLE["added_tokens"][0] | {"content": "a" * 70_000}]},
 }  # fmt: skip
 
 
@@ -105,6 +110,34 @@ def test_a_text_is_not_made_gigabytes(tmp_path: Path, fault: str) -> None:
     for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "ä", 2))):
         with pytest.raises(UnsupportedError, match="times as long by its"):
             way()
+
+
+def test_a_token_of_a_long_text_is_not_decoded_again_and_again(tmp_path: Path) -> None:
+    """30 tokens of an artifact of 5 MB were 100 MB of text: each number may stand for what takes a thousandth of its letters
+    in the file. The short way for plain prompts has a decoder of its own."""
+    vocab = {
+        ("a" * 70_000 if number == 5 else word): number for word, number in EXAMPLE["model"]["vocab"].items()
+    }
+    parts = {"model": EXAMPLE["model"] | {"vocab": vocab, "merges": []}}
+    path = file_with(tmp_path / "m.nstf", **parts)
+    with pytest.raises(UnsupportedError, match="times as long by its longest token and its decoder"):
+        list(engine_stream(path, "a", 2))
+
+
+def test_words_from_another_file_are_counted_too(tmp_path: Path) -> None:
+    path = tmp_path / "m.nstf"
+    config = {"tokenizer_class": "BertTokenizer"}
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
+    for last, good in (("b", True), ("a" * 70_000, False)):
+        files = {
+            f"{k}.json": json.dumps(v).encode() for k, v in (("config", LLAMA), ("tokenizer_config", config))
+        }
+        write_artifact(path, tensors(), files | {"vocab.txt": "\n".join([*words, last]).encode()})
+        if good:
+            load_tokenizer(path)
+        else:
+            with pytest.raises(UnsupportedError, match="by its longest token and its decoder"):
+                load_tokenizer(path)
 
 
 def test_words_of_any_length_are_not_looked_through(tmp_path: Path) -> None:

@@ -119,6 +119,16 @@ def test_names_may_lack_the_base_models_prefix(tiny: ModuleType, tmp_path: Path)
     assert torch.allclose(nstf.runtime.load(path)(**inputs)[0], dense(**inputs)[0], atol=2e-4)
 
 
+def test_a_model_that_was_loaded_in_inference_mode_generates(tiny: ModuleType, tmp_path: Path) -> None:
+    """Its tensors had no versions, by which it is told whether they were changed: torch's RuntimeError at each answer."""
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    ids = torch.tensor([[1, 2, 3]])
+    wanted = nstf.runtime.load(path).generate(ids, max_new_tokens=4)
+    with torch.inference_mode():
+        assert torch.equal(nstf.runtime.load(path).generate(ids, max_new_tokens=4), wanted)
+        assert torch.is_inference_mode_enabled()
+
+
 def test_generation_settings_come_from_the_stored_file(tiny: ModuleType, tmp_path: Path) -> None:
     settings = json.dumps({"max_new_tokens": 3, "eos_token_id": 77}).encode()
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"generation_config.json": settings})

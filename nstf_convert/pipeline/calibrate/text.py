@@ -125,8 +125,12 @@ def mixed_data(model: StreamedModel, tokenizer: Any, samples: int, seq_len: int,
 
     The manual and the code come with every CPython, the prose with this package: no network and no file is needed.
     """
-    sources = {"documentation": manual(), "code": standard_library(), "prose": prose()}
-    return _windows(model, tokenizer, sources, samples, seq_len, seed, "mixed")
+    return _windows(model, tokenizer, own_texts(), samples, seq_len, seed, "mixed")
+
+
+def own_texts() -> dict[str, list[str]]:
+    """What is read where no dataset is given. It changes with Python."""
+    return {"documentation": manual(), "code": standard_library(), "prose": prose()}
 
 
 def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed: int) -> Data:

@@ -123,6 +123,10 @@ class WorkDir:
             self._lock.close()  # of a run that ended between our two calls, and took the directory with it: once more
             self._lock = self._opened()
         try:
+            with disk_errors(path / "lock"):
+                os.utime(self._lock.fileno())
+                # By the clock of the disk, as the results have it.
+                self._begun_ns = os.fstat(self._lock.fileno()).st_mtime_ns
             if restart:
                 self._clear()
             self._check_job(dict(job))
@@ -172,6 +176,13 @@ class WorkDir:
                 (self.path / "lock").unlink()
                 self.path.rmdir()
         self._lock.close()
+
+    def discard_new(self) -> None:
+        """Removes the results that were made since it was opened: what they were made of has changed meanwhile."""
+        with contextlib.suppress(OSError):
+            for folder in _result_folders(self.path / STORE):
+                _remove_named(folder, _RESULT, self._begun_ns)
+            _remove_named(self.path, RESULTS, self._begun_ns)
 
     def _clear(self) -> None:
         """Removes what a run writes here, and nothing else that may lie in the folder."""
@@ -257,7 +268,9 @@ class WorkDir:
         """Stores a result under its key."""
         file = self._file(key, folder)
         if not file.parent.is_dir():
-            remove(file.parent)  # a file or a link in the place of a folder of results
+            # A file or a link in the place of a folder of results; a folder is one that another thread has made meanwhile.
+            with contextlib.suppress(OSError):
+                file.parent.unlink()
         if file.is_dir():  # in the place of a result that was made again without being looked for
             remove(file)
         write_tensors(file, tensors, {"key": key, "of": metadata})
@@ -313,10 +326,10 @@ def _result_folders(folder: Path) -> list[Path]:
     return []
 
 
-def _remove_named(folder: Path, pattern: re.Pattern[str]) -> None:
-    """Removes what lies in a folder under a name of that pattern."""
+def _remove_named(folder: Path, pattern: re.Pattern[str], since_ns: int = 0) -> None:
+    """Removes what lies in a folder under a name of that pattern, and was written since."""
     for file in sorted(folder.iterdir()):  # job.json after what belongs to it
-        if pattern.fullmatch(file.name):
+        if pattern.fullmatch(file.name) and file.lstat().st_mtime_ns >= since_ns:
             remove(file)
 
 

@@ -159,6 +159,25 @@ def test_a_kernel_that_fails_costs_that_kernel_alone(
     assert len(side_file.read(place).kernels) >= 1
 
 
+def test_a_side_file_that_appears_meanwhile_stays(
+    nstf, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nstf.kernels.triton import aot
+
+    real, place = aot.compile_spec, tmp_path / "x.nstfk"
+
+    def late(spec: Any, row: Any) -> Any:
+        place.write_bytes(b"another's")
+        return real(spec, row)
+
+    monkeypatch.setattr(aot, "compile_spec", late)
+    words = ("compile", model, "--target", "gfx942", "--batches", "1", "-o", place)
+    result = nstf(*words)
+    assert result.code == 1 and "x.nstfk was written by something else meanwhile, and stays" in result.err
+    assert place.read_bytes() == b"another's"
+    assert nstf(*words, "--force").code == 0 and place.read_bytes() != b"another's"
+
+
 def test_a_broken_promise_fails_the_gate(nstf, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nstf.kernels.triton import gates
 

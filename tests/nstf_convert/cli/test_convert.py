@@ -256,6 +256,24 @@ def test_reports_are_written_as_page_and_as_json(nstf, pipeline, tiny, tmp_path,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.nstf", "r.html", "r.json"]
 
 
+def test_a_report_that_appears_meanwhile_stays(nstf, pipeline, tiny, tmp_path, report, monkeypatch):
+    """It was replaced without --force; the artifact and the other report are there all the same."""
+    pipeline.report = report
+    out, mine, data = tmp_path / "m.nstf", tmp_path / "mine.json", tmp_path / "r.json"
+
+    def late(options):
+        mine.write_text("a list of mine")
+        return pipeline.convert(options)
+
+    monkeypatch.setattr("nstf_convert.pipeline.convert", late)
+    words = ("convert", tiny.folder, *BUDGET, "-o", out, "--report", mine, "--report", data, "--report", data)
+    result = nstf(*words)
+    assert result.code == 1 and "mine.json was written by something else meanwhile, and stays" in result.err
+    assert mine.read_text() == "a list of mine" and "tool" in json.loads(data.read_text())
+    assert f"report: {data}" in result.out and f"report: {mine}" not in result.out
+    assert nstf(*words, "--force").code == 0 and "tool" in json.loads(mine.read_text())
+
+
 def test_the_page_gets_the_roofline_of_the_finished_file(nstf, pipeline, tiny, tmp_path, report):
     pipeline.report, pipeline.content = report, tiny.coarse.read_bytes()
     for name, words in (("a", ()), ("b", ("--no-profile",))):

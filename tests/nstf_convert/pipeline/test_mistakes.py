@@ -73,6 +73,43 @@ def test_a_text_that_is_given_twice_is_refused(options, small, tmp_path) -> None
     with pytest.raises(UsageError, match=r"again.txt is given twice"):
         convert(options(datasets=(str(small.text), str(again))))
     assert list(tmp_path.iterdir()) == [again]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "more.txt").write_text("kab " * 3000)
+    (folder / "link.txt").symlink_to(again)
+    with pytest.raises(UsageError, match=r"again.txt is given twice"):
+        convert(options(datasets=(str(folder), str(again))))
+
+
+def test_a_dataset_that_changes_before_healing_reads_it_is_not_healed_on(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    """The healed values would stand in the work directory for the text that was there first."""
+    text = Path(shutil.copy(small.text, tmp_path / "a.txt"))
+    healing = importlib.import_module("nstf_convert.pipeline.heal.text")
+    real = healing._text_windows
+
+    def late(*given):
+        text.write_text(small.text.read_text()[::-1])
+        return real(*given)
+
+    monkeypatch.setattr(healing, "_text_windows", late)
+    with pytest.raises(UsageError, match=r"a.txt changed while it was read"):
+        convert(options(datasets=(str(text),), heal_steps=20))
+
+
+def test_what_a_process_has_set_in_torch_changes_nothing(options, tmp_path) -> None:
+    """A default of float64 was a ValueError of a kernel, and inference mode torch's error of a backward pass."""
+    wanted = convert(options(output=tmp_path / "a.nstf")).output.read_bytes()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            found = convert(options(output=tmp_path / "b.nstf")).output.read_bytes()
+            assert torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == wanted
 
 
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
@@ -188,6 +225,18 @@ def test_results_of_another_tokenizer_are_not_taken(options, small, tmp_path) ->
         convert(options(**chosen, force=True))
 
 
+def test_results_of_other_own_texts_are_not_taken(options, tmp_path, monkeypatch) -> None:
+    """Without a dataset the text ships with Python: that of another version was taken for the one that is there now."""
+    chosen = {"datasets": (), "seq_len": 8, "work_dir": tmp_path / "work"}
+    convert(options(**chosen))
+    real = make.inputs.manual
+    monkeypatch.setattr(make.inputs, "manual", lambda: [part.upper() for part in real()])
+    with pytest.raises(
+        UsageError, match=r"another job \(own_texts: what ships with Python and nstf has changed\)"
+    ):
+        convert(options(**chosen, force=True))
+
+
 def test_what_samples_do_not_show_is_told_by_the_time(options, small, tmp_path, monkeypatch) -> None:
     """Of large checkpoints and texts a part is hashed: a change elsewhere left the results of what was there before."""
     monkeypatch.setattr(source, "FULL_DIGEST_LIMIT", 1)
@@ -229,6 +278,46 @@ def test_a_checkpoint_that_is_written_into_meanwhile_is_no_model(
     with pytest.raises(UsageError, match="model was written into while it was read"):
         convert(chosen)
     assert not chosen.output.exists()
+
+
+@pytest.mark.parametrize("end", [UsageError, KeyboardInterrupt])
+def test_what_was_made_of_a_checkpoint_that_was_written_into_is_not_resumed(
+    options, small, tmp_path, monkeypatch, end: type[BaseException]
+) -> None:
+    """Once the model was as before, its job had results of the other: a file of both, and no word. Those of an earlier run
+    stay."""
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    file = model / "model.safetensors"
+    first = file.read_bytes()
+    work = tmp_path / "work"
+    chosen = {"model": str(model), "work_dir": work, "force": True}
+    wanted = convert(options(**chosen, output=tmp_path / "a.nstf")).output.read_bytes()
+    shutil.rmtree(work)
+    convert(options(("ratio", 0.9), **chosen))
+    before = {p: p.stat().st_mtime_ns for p in work.rglob("*") if p.is_file() and p.name != "lock"}
+    made, real = [], Session.encoder_for
+
+    def late(session: Session, *given):
+        with file.open("r+b") as opened:
+            opened.write(first[:-2000] + bytes(2000))
+        return real(session, *given)
+
+    def ended(run, final):
+        made.extend(p for p in work.rglob("*.safetensors") if p not in before)
+        if end is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        run.session.check_checkpoint()
+
+    monkeypatch.setattr(Session, "encoder_for", late)
+    monkeypatch.setattr(importlib.import_module("nstf_convert.pipeline.convert"), "_write", ended)
+    with pytest.raises(end):
+        convert(options(**chosen))
+    assert made and not any(p.exists() for p in made)
+    assert all(p.stat().st_mtime_ns == at for p, at in before.items())
+    monkeypatch.undo()
+    with file.open("r+b") as opened:
+        opened.write(first)
+    assert convert(options(**chosen)).output.read_bytes() == wanted
 
 
 def test_a_checkpoint_that_is_touched_or_replaced_meanwhile_is_converted(

@@ -144,7 +144,7 @@ def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path, length) -> N
 
 
 def test_results_of_another_job_are_made_again(options, small, tmp_path, caplog) -> None:
-    """Copied there, or left where only job.json was removed. They were taken: other weights, another text."""
+    """Copied there, over those of the job. They were taken: other weights, another text."""
     from safetensors.torch import load_file, save_file
 
     other = tmp_path / "other"
@@ -155,7 +155,8 @@ def test_results_of_another_job_are_made_again(options, small, tmp_path, caplog)
     (tmp_path / "text.txt").write_text(" ".join(reversed(words)))
     of_other = {"float32": {"model": str(other)}, "calibration": {"datasets": (str(tmp_path / "text.txt"),)}}
     work = tmp_path / "work"
-    work.mkdir()
+    with Session(options(work_dir=work), Stages()):
+        pass
     for name, changes in of_other.items():
         with Session(options(**changes, work_dir=tmp_path / name), Stages()):
             shutil.copy(tmp_path / name / f"{name}.safetensors", work)

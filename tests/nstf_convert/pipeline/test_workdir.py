@@ -178,6 +178,26 @@ def test_a_file_in_the_place_of_a_folder_of_results_goes(tmp_path: Path) -> None
         assert folder.is_dir() and not folder.is_symlink()
 
 
+def test_a_folder_that_another_thread_makes_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for something in the place of a folder: its results were removed, or "Is a directory" ended the run."""
+    first, second = "ab" * 32, "ab" * 31 + "cd"
+    others, real = [second], Path.is_dir
+
+    def late(path: Path) -> bool:
+        found = real(path)
+        if path.name == "ab" and not found and others:
+            work.put(others.pop(), {"x": torch.ones(2)}, {})
+        return found
+
+    with WorkDir(tmp_path, JOB, names=NAMES) as work:
+        monkeypatch.setattr(Path, "is_dir", late)
+        work.put(first, {"x": torch.ones(2)}, {})
+        monkeypatch.undo()
+        assert work.find(first) is not None and work.find(second) is not None
+
+
 @pytest.mark.parametrize("name", ["store", "pieces", "claims"])
 @pytest.mark.parametrize("link", [True, False])
 def test_a_file_in_the_place_of_all_results_is_named(name: str, link: bool, tmp_path: Path) -> None:
