@@ -84,7 +84,9 @@ def worth_structure(run: Run, planned: Planned, budget_bytes: int) -> tuple[Plan
     except BudgetError:
         return planned, None  # nothing else is small enough
     lost = plain.expected_loss / max(planned.expected_loss, 1e-300) - 1.0
-    slower = 0.0 if run.timing is None else run.timing.of(plain.mix) / run.timing.of(planned.mix) - 1.0
+    # Where bytes alone count nothing depends on how fast kernels were measured to be.
+    timing = run.timing if run.timing is not None and run.timing.bounds_time else None
+    slower = 0.0 if timing is None else timing.of(plain.mix) / timing.of(planned.mix) - 1.0
     log.info("without decompositions: %+.1f %% of expected loss, %+.1f %% of time", 100 * lost, 100 * slower)
     if max(lost, slower) > WORTH:
         return planned, plain
