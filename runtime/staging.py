@@ -18,7 +18,7 @@ from torch import Tensor
 from nstf.errors import NstfError
 from nstf.runtime.artifact import Artifact
 
-# Bytes of a read, and how many are under way: pinned memory of 64 MiB while a file is loaded.
+# Bytes of a read, and how many are under way: 64 MiB of pinned memory, which torch keeps for the next load.
 PIECE = 8 << 20
 SLOTS = 8
 THREADS = 4
@@ -37,7 +37,9 @@ class Staging:
     """Copies arrays of one file to one device; a context. On a CPU memory is not pinned: for tests alone."""
 
     def __init__(self, artifact: Artifact, device: torch.device) -> None:
-        self._artifact, self._device = artifact, device
+        self._artifact = artifact
+        # With its number: each thread has a current GPU of its own.
+        self._device = torch.empty(0, device=device).device
         self._on_gpu = device.type == "cuda"
         self._file = artifact.reopened()
         self._pool: ThreadPoolExecutor | None = None
@@ -51,11 +53,11 @@ class Staging:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        if self._on_gpu and self._free:
-            torch.cuda.synchronize(self._device)  # before the pinned memory goes
-        self._free.clear()
         if self._file is not None:
             os.close(self._file)
+            self._file = None  # whatever is copied later comes from the mapping
+        # Torch gives the pinned memory to nobody else before the GPU has taken what was in it.
+        self._free.clear()
 
     def copy(self, array: Tensor) -> Tensor:
         """The array on the device. Raises NstfError where the disk fails or the file became shorter."""
@@ -79,13 +81,18 @@ class Staging:
     def _ready(self) -> bool:
         """Whether a slot is free; all are made at the first call."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(THREADS, "nstf-staging")
             memory = torch.empty(SLOTS, PIECE, dtype=torch.uint8, pin_memory=self._on_gpu)
+            self._pool = ThreadPoolExecutor(THREADS, "nstf-staging", initializer=self._use_device)
             self._free.extend(
                 _Slot(memory[i], torch.cuda.Event() if self._on_gpu else None)  # type: ignore[no-untyped-call]
                 for i in range(SLOTS)
             )
         return bool(self._free)
+
+    def _use_device(self) -> None:
+        """A new thread has the first GPU, where waiting for an event of another one would make a context of 500 MB."""
+        if self._on_gpu:
+            torch.cuda.set_device(self._device)
 
     def _read(self, slot: _Slot, place: int, part: slice) -> None:
         if slot.taken is not None:

@@ -74,6 +74,8 @@ def plan(options: ConvertOptions) -> dict[str, Any]:
             )
         run = _propose(session, False)
         planned = run.plan(budget_bytes)
+        if session.model is not None:
+            planned, _ = worth_structure(run, planned, budget_bytes)
         return reporting.build(run, Final(planned), planned.size_bytes)
 
 
@@ -176,9 +178,8 @@ def _choose(run: Run) -> Final:
     else:
         start = structure_that_pays(run, run.measure(planned), budget_bytes, run.measure, plain)
         mix, _, facts = search(run, start, budget_bytes)
-    if (
-        begun or run.plain_only != plain_only
-    ):  # plans without decompositions may take more time, and so may single formats
+    # Plans without decompositions may take more time, and so may single formats.
+    if begun or run.plain_only != plain_only:
         rivals = run.rivals(budget_bytes)
         session.beside.close()  # where a single format was left, nobody asked what was encoded beside
     return finish(run, mix, run.best(rivals, mix), facts)

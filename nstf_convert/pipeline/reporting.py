@@ -38,7 +38,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
     signatures: dict[str, dict[str, Any]] = {}
     if session.options.signatures:
         with session.stages.stage("signatures"):
-            signatures = session.encoder.signatures(list(session.units.values()), lambda u: None)
+            signatures = session.encoder.signatures(list(session.units.values()))
     tensors = [_tensor(run, final, name, signatures.get(name, {})) for name in sorted(session.units)]
     uniform = None
     if final.uniform is not None:

@@ -11,9 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nstf.errors import NstfError
 from nstf.runtime import messages
 from nstf.runtime.messages import MOST_BYTES, MOST_SHARED, Mailbox, SharedMailbox, mailbox
-from nstf.runtime.ranks import Ranks
+from nstf.runtime.ranks import OtherFailed, Ranks
 
 SIZE, ROUNDS = 3, 60
 
@@ -47,6 +48,10 @@ def check(ranks: Ranks, round_: int, draw: random.Random) -> None:
             assert len(done) == (kind == "meanwhile")
 
 
+def failing(piece: torch.Tensor) -> torch.Tensor:
+    raise NstfError("the disk fails")
+
+
 def main(store: str, rank: int, way: str) -> None:
     messages._opened = (lambda path: None) if way == "sent" and rank == SIZE - 1 else OPENED
     dist.init_process_group(
@@ -64,6 +69,13 @@ def main(store: str, rank: int, way: str) -> None:
         assert type(mailbox(two, 1)) is SharedMailbox
         arrays = {"codes": torch.arange(11, dtype=torch.int32)}
         assert torch.equal(two.read_together(arrays, torch.clone)["codes"], arrays["codes"])
+        copy = failing if rank else torch.clone
+        try:
+            two.agree(lambda: two.read_together(arrays, copy), lambda _: "")
+        except NstfError as error:  # on both: none waits for a piece that does not come
+            assert type(error) is (NstfError if rank else OtherFailed)
+        else:
+            raise AssertionError("a piece was missing")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -93,3 +93,23 @@ def test_a_disk_that_fails_is_said_with_the_path(path: Path, monkeypatch: pytest
         monkeypatch.setattr(os, "preadv", fails)
         with pytest.raises(NstfError, match=r"m\.nstf: cannot be read \(Input/output error\)"):
             files.copy(values(artifact))
+
+
+def test_its_threads_use_the_gpu_that_they_read_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each rank but the first would have a context on the first GPU as well."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    second = torch.device("cuda", 1)
+    with open_artifact(path) as artifact, Staging(artifact, CPU) as files:
+        assert files._ready() and files._pool is not None
+        files._on_gpu, files._device = True, second
+        files._pool.submit(int).result()
+        assert used == [second]
+
+
+def test_what_is_copied_after_the_end_comes_from_the_mapping(path: Path) -> None:
+    with open_artifact(path) as artifact:
+        stored = values(artifact)
+        with Staging(artifact, CPU) as files:
+            files.copy(stored)
+        assert torch.equal(files.copy(stored), stored)

@@ -7,9 +7,8 @@
 4. With an allowance, heads of full groups are thinned out for speed, as many as still hold it.
 
 An allowance is for another text than those that choose, and for answers to what is hidden far back: what counts is
-Loss.upper (measured.py). Where a budget is given
-too, it is a limit: half of the allowance is for fewer bytes, which make decoding faster, and the rest for fewer keys of a
-prompt's queries.
+Loss.upper (measured.py). Where a budget is given too, it is a limit: half of the allowance is for fewer bytes, which make
+decoding faster, and the rest for fewer keys of a prompt's queries.
 """
 
 import itertools
@@ -190,7 +189,7 @@ def _both(chooser: _Chooser, budget: float, allowed: float) -> Chosen:
     most = int(budget * chooser.dense_bytes)
     found = _allowed(chooser, FOR_BYTES * allowed, most)
     if found.size_bytes > most:
-        found = _within(chooser, budget)
+        found = _within(chooser, budget, allowed)
     if found.loss.upper > allowed:
         enough = chooser.size(chooser.cheapest(_expectation(chooser, found, allowed))) / chooser.dense_bytes
         forgets = ANSWERS * found.loss.answers >= found.loss.upper
@@ -207,20 +206,26 @@ def _both(chooser: _Chooser, budget: float, allowed: float) -> Chosen:
     return found
 
 
-def _within(chooser: _Chooser, budget: float) -> Chosen:
+def _within(chooser: _Chooser, budget: float, allowed: float = math.inf) -> Chosen:
+    """What loses least within the bytes, of plans that hold an allowance where one does."""
     budget_bytes = int(budget * chooser.dense_bytes)
     first = chooser.within(budget_bytes)
     best = chooser.measured(first)
     chooser.correct(first)
     second = chooser.within(budget_bytes)
     if second != first:
-        best = min(best, chooser.measured(second), key=lambda c: c.loss.mean)
-    return _best(best, chooser.rivals(budget_bytes), chooser.profile)
+        best = _least([best, chooser.measured(second)], allowed)
+    return _best(best, chooser.rivals(budget_bytes), chooser.profile, allowed)
 
 
-def _best(found: Chosen, rivals: Sequence[Chosen], profile: Profile) -> Chosen:
+def _least(measured: Sequence[Chosen], allowed: float) -> Chosen:
+    """What loses least on text; what loses more at answers, or elsewhere, than is allowed comes last."""
+    return min(measured, key=lambda c: (c.loss.upper > allowed, c.loss.mean))
+
+
+def _best(found: Chosen, rivals: Sequence[Chosen], profile: Profile, allowed: float) -> Chosen:
     """The plan, or the rival that is measured to lose less in no more bytes than were allowed."""
-    best = min([found, *rivals], key=lambda c: c.loss.mean)
+    best = _least([found, *rivals], allowed)
     best.rivals = [(_described(c, profile), c.share, c.loss.mean) for c in rivals]
     best.factors = found.factors
     return best
@@ -249,7 +254,7 @@ def _allowed(chooser: _Chooser, allowed: float, most: int | None = None) -> Chos
         best = chooser.measured(plain)
     rivals = chooser.rivals(best.size_bytes, HOPELESS * best.loss.mean)
     smaller = [c for c in rivals if c.loss.upper <= allowed]
-    return _best(best, smaller, chooser.profile)
+    return _best(best, smaller, chooser.profile, allowed)
 
 
 def _expectation(chooser: _Chooser, found: Chosen, allowed: float) -> float:

@@ -74,10 +74,8 @@ class Measure:
         attend = simulate.by_plan(layers)
         found = []
         for stack, dense in zip(self.stacks, self._answers, strict=True):
-            planned = self._answered(stack, attend)
-            with self.model.holding(self.model.head):
-                ids = torch.cat([stack.ids[first:end] for first, end in stack.answers]).to(planned.device)
-                found.append(compare(self.model.logits(dense), self.model.logits(planned), ids).kl)
+            ids = torch.cat([stack.ids[first:end] for first, end in stack.answers])
+            found.append(self._divergence(dense, self._answered(stack, attend), ids))
         return float(torch.cat(found).mean())
 
     def _answered(self, stack: Haystack, attend: simulate.Attend) -> Tensor:
@@ -97,19 +95,23 @@ class Measure:
             self._dense = [self._hidden(ids, simulate.dense).cpu() for ids in self.contexts]
         found = []
         for ids, dense in zip(self.contexts, self._dense, strict=True):
-            planned = self._hidden(ids, attend)
-            with self.model.holding(self.model.head):
-                rows = max(1, LOGITS // self.model.module.config.get_text_config().vocab_size)
-                parts = [
-                    compare(
-                        self.model.logits(dense[i : i + rows].to(planned.device)),
-                        self.model.logits(planned[i : i + rows]),
-                        ids[i : i + rows].to(planned.device),
-                    ).kl.cpu()
-                    for i in range(int(start * len(ids)), len(ids), rows)
-                ]
-            found.append(torch.cat(parts))
+            planned, first = self._hidden(ids, attend), int(start * len(ids))
+            found.append(self._divergence(dense[first:], planned[first:], ids[first:]))
         return found
+
+    def _divergence(self, dense: Tensor, planned: Tensor, ids: Tensor) -> Tensor:
+        """KL(dense || planned) of hidden states [tokens, hidden] each, float64 [tokens], on the host."""
+        rows = max(1, LOGITS // self.model.module.config.get_text_config().vocab_size)
+        with self.model.holding(self.model.head):
+            parts = [
+                compare(
+                    self.model.logits(dense[i : i + rows].to(planned.device)),
+                    self.model.logits(planned[i : i + rows]),
+                    ids[i : i + rows].to(planned.device),
+                ).kl.cpu()
+                for i in range(0, len(ids), rows)
+            ]
+        return torch.cat(parts)
 
     def _hidden(self, ids: Tensor, attend: simulate.Attend) -> Tensor:
         with torch.no_grad(), simulate.attending(self.model.module, attend):

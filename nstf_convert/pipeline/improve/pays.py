@@ -1,4 +1,5 @@
 """Structure that pays: what a plan with decompositions measures decides whether it keeps them, and how the next is planned.
+Where they are expected to save next to nothing they are left before that.
 
 Expected losses know how much directions matter from the calibration alone. A decomposition leaves whole directions out, and
 what seemed to matter least there is what a sample says least about: beside integers its expected loss is too small, by a
@@ -30,6 +31,9 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 
 log = logging.getLogger("nstf")
 
+# The share of the expected loss, or of a token's time, that decompositions have to save before they are encoded, and
+# measured beside the plan without them.
+WORTH = 0.02
 # Plans with decompositions that are measured, the first one among them.
 ROUNDS = 6
 # What is added to a measured factor: a plan uses up all that its promise leaves.
@@ -39,9 +43,6 @@ SLACK = 0.6
 # Where bytes alone count: decompositions that lose between so many times what is expected and one over it keep their ranks;
 # plans that are made and measured otherwise, at most; and the factors that one measurement is believed.
 TOLERANCE = 1.25
-# The share of the expected loss, or of a token's time, that decompositions have to save before they are encoded, and
-# measured beside the plan without them.
-WORTH = 0.02
 # Those that have less than this share of a mix's expected loss cannot be told from the noise of a measurement.
 NOTICED = 0.05
 RANK_ROUNDS = 2
@@ -83,7 +84,9 @@ def worth_structure(run: Run, planned: Planned, budget_bytes: int) -> tuple[Plan
     except BudgetError:
         return planned, None  # nothing else is small enough
     lost = plain.expected_loss / max(planned.expected_loss, 1e-300) - 1.0
-    slower = 0.0 if run.timing is None else run.timing.of(plain.mix) / run.timing.of(planned.mix) - 1.0
+    # Where bytes alone count nothing depends on how fast kernels were measured to be.
+    timing = run.timing if run.timing is not None and run.timing.bounds_time else None
+    slower = 0.0 if timing is None else timing.of(plain.mix) / timing.of(planned.mix) - 1.0
     log.info("without decompositions: %+.1f %% of expected loss, %+.1f %% of time", 100 * lost, 100 * slower)
     if max(lost, slower) > WORTH:
         return planned, plain

@@ -370,9 +370,7 @@ class Encoder:
         self._read[key] = table
         return table
 
-    def signatures(
-        self, units: Sequence[Unit], progress: Callable[[Unit], None]
-    ) -> dict[str, dict[str, Any]]:
+    def signatures(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
         """What was learnt about each tensor before changing it (nstf.analyzers.signatures), as JSON, by name; nothing of
         those that are kept.
 
@@ -386,12 +384,10 @@ class Encoder:
         def end_one() -> None:
             unit, found = begun.popleft()
             self._work.put(keys[unit.name], {}, found.result())
-            progress(unit)
 
         with torch_threads(1), ThreadPoolExecutor(workers) as pool:
             for unit in sorted(units, key=lambda u: (self.statistics.group_of(u), u.name)):
                 if self._work.find_metadata(keys[unit.name]) is not None:
-                    progress(unit)
                     continue
                 begun.append((unit, pool.submit(_summary, unit.name, *self._measured(unit))))
                 while len(begun) > workers:

@@ -248,3 +248,16 @@ def test_a_budget_that_answers_do_not_bear_is_refused_with_what_they_lose() -> N
     plain = Truth(found)
     with pytest.raises(BudgetError, match=r"far back [0-9.]+, which counts 4 times, 0\.02 are\s+allowed"):
         choose(found, SIZE, lambda layers: replace(plain(layers), answers=1.0), 0.3, 0.02)
+
+
+def test_of_plans_within_a_budget_one_that_holds_the_allowance_at_answers_is_taken() -> None:
+    """Also where another one loses less on text."""
+    found = profile()
+
+    def measure(layers: Sequence[LayerPlan]) -> Loss:
+        same = len({plan.groups for plan in layers}) == 1
+        return Loss(0.015, 0.0) if same else Loss(0.001, 0.0, answers=0.01)
+
+    chosen = choose(found, SIZE, measure, 0.4, 0.02)
+    assert chosen.is_uniform and chosen.loss.upper <= 0.02 and chosen.share <= 0.4
+    assert not choose(found, SIZE, measure, 0.4, None).is_uniform

@@ -7,6 +7,7 @@ import transformers
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
 from nstf.runtime.attention_windows import windows_of
 from nstf.runtime.kv_formats import PLAIN, group_bytes, layer_bytes, reference_attention
+from nstf_convert.pipeline.attention import measured
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.measured import Measure
 from nstf_convert.pipeline.attention.options import choices, layers_of
@@ -57,7 +58,9 @@ def test_expected_losses_are_those_of_what_the_reference_moves(own: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3_text", "mistral"])
-def test_a_model_whose_layers_slide_gets_a_plan_within_its_own_bytes(kind: str) -> None:
+def test_a_model_whose_layers_slide_gets_a_plan_within_its_own_bytes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3_text" else {}
     config = transformers.AutoConfig.for_model(
@@ -99,3 +102,9 @@ def test_a_model_whose_layers_slide_gets_a_plan_within_its_own_bytes(kind: str) 
     expected = divergence[[299, 300, 509, 510]].mean()
     assert asked(chosen.layers).answers == pytest.approx(float(expected), rel=1e-3)
     assert measure(chosen.layers).answers == 0.0
+    # Logits of so many positions at a time, also where a context has more answers.
+    monkeypatch.setattr(measured, "LOGITS", 3 * 60)
+    rows, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
+    assert asked.of_answers(chosen.layers) == pytest.approx(float(expected), rel=1e-3)
+    assert rows == [3, 3, 1, 1]

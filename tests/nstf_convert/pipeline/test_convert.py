@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from nstf.kernels.formats import decode
 from nstf.runtime.artifact import open_artifact, verify
 from nstf_convert.pipeline import calibrate, convert, plan
 from nstf_convert.pipeline.calibrate.statistics import domains, report_batches
+from nstf_convert.pipeline.improve.run import Run
+from nstf_convert.pipeline.outcome import Planned
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 
 from .conftest import assert_not_worse_than_one_format, make_llama
@@ -151,6 +155,16 @@ def test_plan_predicts_and_writes_nothing(options) -> None:
     assert report["file"]["size_bytes"] <= report["budget"]["bytes"]
     assert all(t["expected_loss"] is not None for t in report["tensors"] if not t["note"])
     assert not options().output.exists()
+
+
+def test_a_plan_leaves_the_decompositions_that_a_conversion_would_leave(options, monkeypatch) -> None:
+    def left(run: Run, planned: Planned, budget_bytes: int) -> tuple[Planned, None]:
+        return replace(planned, mix=run.without_structure(budget_bytes // 2).mix), None
+
+    half = plan(options(("ratio", 0.35)))
+    monkeypatch.setattr(sys.modules[plan.__module__], "worth_structure", left)
+    found = plan(options(("ratio", 0.7)))
+    assert [t["encoding"] for t in found["tensors"]] == [t["encoding"] for t in half["tensors"]]
 
 
 def test_rejected_alternatives_and_priced_families_are_in_the_report(options, copied_work) -> None:

@@ -174,6 +174,7 @@ def test_a_mix_that_alone_is_small_enough_stays(fast: Fast, monkeypatch: pytest.
         (0.99, 1.00, False, "balance", True),
         (1.01, 1.01, True, "balance", False),
         (1.01, 1.01, False, "speed", False),
+        (1.01, 1.05, False, "size", True),
     ],
 )
 def test_decompositions_that_are_expected_to_save_next_to_nothing_are_left_before_they_are_measured(
@@ -183,7 +184,7 @@ def test_decompositions_that_are_expected_to_save_next_to_nothing_are_left_befor
     """Either way the plan without them is made once, and measured once at most."""
     fast.session.options.level = SimpleNamespace(every_family=thorough)
     fast.timing = SimpleNamespace(  # type: ignore[assignment]
-        prefer=prefer, of=lambda mix: 1.0 if pays.decomposed(mix) else of_time,
+        prefer=prefer, bounds_time=prefer != "size", of=lambda mix: 1.0 if pays.decomposed(mix) else of_time,
     )  # fmt: skip
     planned = fast.plan(1000)
     other = Planned(dict.fromkeys(planned.mix, INT8), of_loss * planned.expected_loss, 90, "mix")
