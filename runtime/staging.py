@@ -81,7 +81,7 @@ class Staging:
     def _ready(self) -> bool:
         """Whether a slot is free; all are made at the first call."""
         if self._pool is None:
-            memory = torch.empty(SLOTS, PIECE, dtype=torch.uint8, pin_memory=self._on_gpu)
+            memory = _pinned() if self._on_gpu else torch.empty(SLOTS, PIECE, dtype=torch.uint8)
             self._pool = ThreadPoolExecutor(THREADS, "nstf-staging", initializer=self._use_device)
             self._free.extend(
                 _Slot(memory[i], torch.cuda.Event() if self._on_gpu else None)  # type: ignore[no-untyped-call]
@@ -116,3 +116,11 @@ class Staging:
         if slot.taken is not None:
             slot.taken.record(torch.cuda.current_stream(self._device))
         self._free.append(slot)
+
+
+def _pinned() -> Tensor:
+    """Memory of all slots; plain memory, which is slower, where the system pins no more."""
+    try:
+        return torch.empty(SLOTS, PIECE, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(SLOTS, PIECE, dtype=torch.uint8)

@@ -113,3 +113,15 @@ def test_what_is_copied_after_the_end_comes_from_the_mapping(path: Path) -> None
         with Staging(artifact, CPU) as files:
             files.copy(stored)
         assert torch.equal(files.copy(stored), stored)
+
+
+def test_memory_that_is_not_pinned_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.empty
+
+    def refuses(*sizes: int, **options: object) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(*sizes, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    assert staging._pinned().shape == (staging.SLOTS, staging.PIECE)

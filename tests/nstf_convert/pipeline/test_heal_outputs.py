@@ -69,7 +69,8 @@ def test_factors_and_scales_learn_from_the_original(folder: Path, options, devic
         )
         # Other draws on a GPU.
         assert healed.after.score < (0.9 if device == "cpu" else 1.0) * healed.before.score
-        assert after < 0.95 * before or device != "cpu"
+        if device == "cpu":
+            assert after < 0.95 * before
         assert healed.facts["inputs"] == 24 * 24 and healed.facts["device"] == device
         codes = 0
         for name, tensor in healed.encoded.items():
