@@ -43,8 +43,6 @@ _ATTENTION = ("full", "planned")
 _ENGINE = ("auto", "exact", "off")
 
 
-# In inference mode tensors have no versions, by which the engine tells whether they were changed.
-@torch.inference_mode(False)
 def load(
     path: str | os.PathLike[str],
     device: str | torch.device = "cpu",
@@ -93,11 +91,13 @@ def load(
         check_options(attention, kv_cache)
         device = local_device(device)
     device = stated_device(device)
-    ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
-    if ranks is not None:
-        peer_sums.make(ranks, device)
-    with _enough_memory(path):
-        return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped, ranks)
+    # In inference mode tensors have no versions, by which the engine tells whether they were changed.
+    with torch.inference_mode(False):
+        ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
+        if ranks is not None:
+            peer_sums.make(ranks, device)
+        with _enough_memory(path):
+            return _load(path, device, dtype, attention, verify, engine, kernels, kv_cache, mapped, ranks)
 
 
 def _is_cpu(device: str | torch.device) -> bool:
