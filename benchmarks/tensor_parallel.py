@@ -1,7 +1,7 @@
 """A model divided over ranks against the same model on one, in one run: decoding, prefill, memory, loading.
 
     python benchmarks/tensor_parallel.py [--shape 70b] [--format int4] [--layers N] [--ranks 2] [--device cuda]
-        [--batches 1 16] [--prompt 512] [--tokens 64] [--rounds 5] [--folder DIR] [--json FILE]
+        [--dtype bfloat16] [--batches 1 16] [--prompt 512] [--tokens 64] [--rounds 5] [--folder DIR] [--json FILE]
 
 Makes an artifact of the shape of Llama-3 70B or 8B (or `small`, for CPUs) with random codes, a tensor at a time: no dense
 weight ever exists, and what it predicts means nothing. Then it starts a process for each rank (NCCL on GPUs, gloo on CPUs).
@@ -157,13 +157,13 @@ def said_by(rank: int) -> Say:
 class Contender:
     """A loaded model with its decoder, and how long loading took."""
 
-    def __init__(self, path: Path, device: torch.device, ranks: int) -> None:
+    def __init__(self, path: Path, device: torch.device, ranks: int, dtype: torch.dtype) -> None:
         self.device = device
         gc.collect()  # what is left of a model before it would take memory, and be counted
         dist.barrier()
         before, start = allocated(device), time.perf_counter()
         self.model: Any = nstf.runtime.load(
-            path, device, torch.bfloat16 if device.type == "cuda" else torch.float32, verify=False,
+            path, device, dtype, verify=False,
             engine="off" if device.type == "cuda" else "auto", tensor_parallel=ranks,
         )  # fmt: skip
         encoded = [m for m in self.model.modules() if isinstance(m, EncodedParameter)]
@@ -192,6 +192,18 @@ class Contender:
         """After the last token of each sequence."""
         found: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
         return found
+
+    def noise(self, ids: Tensor) -> float:
+        """How far its own logits move, relatively, when eight numbers of each first token's embedding are a rounding step
+        away. What is rounded to 16 bits after every sum ends as far apart, whatever differs in the order of sums."""
+        table = self.model.get_input_embeddings()(ids)
+        moved = table.clone()
+        moved[:, 0, :8] *= 1 + torch.finfo(moved.dtype).eps
+        own, other = (
+            self.model(inputs_embeds=x, use_cache=False, logits_to_keep=1).logits.double()
+            for x in (table, moved)
+        )
+        return float((own - other).norm() / own.norm())
 
     def prefill(self, ids: Tensor, captured: bool) -> float:
         """Tokens a second; as `generate` runs the prompt if `captured`, else by the modules."""
@@ -305,6 +317,8 @@ def measure(
     rank: int, device: torch.device, options: argparse.Namespace, path: Path, say: Say
 ) -> dict[str, Any]:
     """The figures of one rank."""
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, options.dtype or usual)
     say("timing all-reduces")
     found: dict[str, Any] = {"links": links(device)}
     if device.type == "cuda" and options.ranks > 1:
@@ -319,12 +333,12 @@ def measure(
     with open_artifact(path) as artifact:
         build_skeleton(artifact.config())  # imports the model's classes, which is not loading
     say(f"loading on {options.ranks} ranks")
-    divided = Contender(path, device, options.ranks)
+    divided = Contender(path, device, options.ranks, dtype)
     dist.barrier()
     found |= {"load_seconds": divided.load_seconds, "bytes": divided.bytes, "held": divided.held}
     say(f"loading again (the first time took {divided.load_seconds:.2f} s)")
     # The first load also compiles kernels and starts libraries.
-    found["again_seconds"] = Contender(path, device, options.ranks).load_seconds
+    found["again_seconds"] = Contender(path, device, options.ranks, dtype).load_seconds
     dist.barrier()
     say("reading as many bytes of the file")
     found["read_seconds"] = read_seconds(path, divided.bytes, rank)
@@ -332,7 +346,7 @@ def measure(
     say("loading the whole model on the first rank")
     whole: Contender | None = None
     if rank == 0:
-        whole = divided if options.ranks == 1 else Contender(path, device, 1)
+        whole = divided if options.ranks == 1 else Contender(path, device, 1, dtype)
     else:
         dist.barrier()
     if whole is not None:
@@ -364,6 +378,7 @@ def measure(
         if whole is not None:
             theirs = whole.logits(ids).double()
             found[f"batch {batch}"]["difference"] = float((ours - theirs).norm() / theirs.norm())
+            found[f"batch {batch}"]["noise"] = whole.noise(ids)
         dist.barrier()
         if device.type == "cuda":
             say(f"peak of memory, batch {batch}")
@@ -428,7 +443,11 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
             if kind not in first[f"batch {batch}"]:
                 continue
             print(f"{f'{kind}, batch {batch}':30}{line_of(first[f'batch {batch}'][kind])}")
-        print(f"logits, batch {batch}: relative difference {first[f'batch {batch}']['difference']:.1e}")
+        row = first[f"batch {batch}"]
+        print(
+            f"logits, batch {batch}: relative difference {row['difference']:.1e}; one process's own logits move by "
+            f"{row['noise']:.1e} where eight numbers of a token are a rounding step away"
+        )
 
 
 def main() -> None:
@@ -438,6 +457,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of activations; float32 on a CPU")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each sequence")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to decode in a round")
