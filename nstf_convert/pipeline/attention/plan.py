@@ -170,7 +170,9 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
     with session.stages.stage("attention plan"):
         head_dim = head_size(model)
         model.settle()
-        measure = Measure(model, found.contexts.choose, hidden_in(session.tokenizer(), found.contexts))
+        # A budget alone takes the plan that loses least, whatever that is.
+        stacks = [] if allowed is None else hidden_in(session.tokenizer(), found.contexts)
+        measure = Measure(model, found.contexts.choose, stacks)
         chosen = choose(found.profile, head_dim, measure, options.kv_budget, allowed)
     with session.stages.stage("attention report"):
         plan = reported(
