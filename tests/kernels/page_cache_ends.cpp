@@ -8,13 +8,13 @@
 
 static bool out = false;
 
-// The C library's name, which buffers ask by.
-extern "C" void* aligned_alloc(std::size_t alignment, std::size_t size) noexcept {
-    void* found = nullptr;
-    return out || posix_memalign(&found, alignment, size) != 0 ? nullptr : found;
-}
-
 namespace nstf::engine {
+// Where pages come from (large_pages.cpp).
+void* take_large(std::size_t bytes) {
+    if (out) throw std::bad_alloc();
+    return std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+void give_large(void* memory, std::size_t) noexcept { std::free(memory); }
 // Nothing is computed here.
 const Ops& ops() { std::abort(); }
 const PageOps& page_ops() { std::abort(); }
