@@ -107,7 +107,7 @@ sanitize: $(STAMP) ## kernels, engine and server under Address-, UndefinedBehavi
 	@$(PY) -m pytest -q -m slow tests/kernels/test_parallel.py tests/kernels/test_cpu_limits.py
 	$(call sanitized,$(SANITIZE_THREADS),thread)
 	@$(PY) tests/runtime/engine_races.py make $(SANITIZE_THREADS)/model
-	@$$(setarch -R true 2>/dev/null && echo setarch -R) env TSAN_OPTIONS="halt_on_error=1 history_size=4" \
+	@$$(setarch -R true 2>/dev/null && echo setarch -R) env TSAN_OPTIONS="halt_on_error=1 history_size=4 suppressions=tests/runtime/engine_races.supp" \
 	    LD_PRELOAD="$$(gcc -print-file-name=libtsan.so)" \
 	    $(SANITIZE_THREADS)/bin/python tests/runtime/engine_races.py run $(SANITIZE_THREADS)/model 60
 
