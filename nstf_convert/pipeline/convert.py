@@ -233,7 +233,7 @@ def _write(run: Run, final: Final) -> tuple[dict[str, Any], int]:
     # The report first: once the file has its name, nothing is left to do.
     report = reporting.build(run, final, size)
     sources = mixes.sources(session, final.planned.mix, final.load)
-    session.check_checkpoint()
+    session.job.check_checkpoint()
     check_still_free(session.options.output, session.options.force)
     written = write_artifact(session.options.output, sources, session.checkpoint.files(), meta)
     if written != size:

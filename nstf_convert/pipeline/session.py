@@ -1,7 +1,6 @@
 """Everything a conversion works with, opened once: checkpoint, model, work directory, calibration, units."""
 
 import gc
-import hashlib
 import logging
 import math
 import subprocess
@@ -9,28 +8,26 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from nstf import __version__
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import dense, trellis
 from nstf.kernels.trellis_encode import warm_up
 from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
-from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.inputs import keep_apart
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
-from nstf_convert.pipeline.calibrate.text import Data, longest_window, own_texts
+from nstf_convert.pipeline.calibrate.text import Data, longest_window
 from nstf_convert.pipeline.helpers import Helpers, count_beside
+from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.products import rounding
@@ -47,11 +44,6 @@ log = logging.getLogger("nstf")
 
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
-# When files were changed whose digests are of a part: parts of a job where there are such files.
-TIMES = ("checkpoint_times", "datasets_times")
-# The texts that are read where none are given: a part of jobs that read any.
-OWN_TEXTS = "own_texts"
-NOT_TOKENIZER = ("config.json", "generation_config.json")
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -116,7 +108,7 @@ class Session:
     def _open_model(self) -> None:
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
-            self._stamps = self.checkpoint.stamps()
+            self.job = Job(self.options, self.checkpoint)
             _check_types(self.checkpoint)
             self._help_beside()
             self.config = _config(self.checkpoint)
@@ -196,7 +188,7 @@ class Session:
         if useless and self.options.work_dir is None and ours:
             self.work.useless = True
         try:
-            if ours and self._written_into():
+            if ours and self.job.written_into():
                 log.warning(
                     "%s was written into meanwhile: what was made of it is removed from %s",
                     self.options.model, self._folder,
@@ -358,99 +350,11 @@ class Session:
 
     def _work_dir(self) -> WorkDir:
         """The work directory of this job; a helper shares that of the process that started it."""
-        options = self.options
-        names = {
-            "checkpoint": options.model,
-            "datasets": [str(d) for d in options.datasets],
-            "calibration": None if options.calibration is None else str(options.calibration),
-            "tokenizer": options.model,
-            OWN_TEXTS: "what ships with Python and nstf",
-            **dict(zip(TIMES, (options.model, [str(d) for d in options.datasets]), strict=True)),
-        }
+        options, job = self.options, self.job
         restart = options.restart and not self.helper
         keep_apart(self._folder, [options.model, *options.datasets, options.calibration, options.output])
-        self.job = self._identity()
-        return WorkDir(self._folder, self.job, self.helper, names, restart)
-
-    def job_key(self) -> str:
-        """What a calibration of this job is stored under; neither how many threads made it nor when files were changed is
-        part of that."""
-        apart = ("threads", *TIMES)
-        return content_key(**{name: value for name, value in self.job.items() if name not in apart})
-
-    def check_checkpoint(self) -> None:
-        """Raises UsageError where the checkpoint was written into since it was opened: some of what was made is of the one,
-        and some of the other. A file that took its place does no harm: the one that is open stays as it is."""
-        if self._written_into():
-            raise UsageError(
-                f"{self.options.model} was written into while it was read: run again when it is complete"
-            )
-
-    def _written_into(self) -> bool:
-        """Whether files of the checkpoint hold something else than when they were opened."""
-        now = self.checkpoint.stamps()
-        same = (path for path, (inode, _) in self._stamps.items() if path in now and now[path][0] == inode)
-        if all(now[path] == self._stamps[path] for path in same):
-            return False
-        try:
-            with closing(open_checkpoint(self.options.model)) as again:
-                return again.is_sampled or again.fingerprint() != self.checkpoint.fingerprint()
-        except NstfError:
-            return True
-
-    def check_datasets(self) -> None:
-        """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it
-        would stand there for the other."""
-        for dataset, before in zip(self.options.datasets, self._datasets, strict=True):
-            if (texts.fingerprint(dataset), texts.times(dataset)) != before:
-                raise UsageError(
-                    f"the dataset {dataset} changed while it was read: run again when it is complete"
-                )
-
-    def _identity(self) -> dict[str, Any]:
-        options = self.options
-        calibration = options.calibration
-        self._datasets = [(texts.fingerprint(d), texts.times(d)) for d in options.datasets]
-        found = [digest for digest, _ in self._datasets]
-        read: set[Path] = set()
-        for number, dataset in enumerate(options.datasets):
-            places = texts.places(dataset)
-            if found[number] in found[:number] or not places.isdisjoint(read):
-                raise UsageError(
-                    f"the dataset {dataset} is given twice: what it is measured on would be fitted on"
-                )
-            read |= places
-        # Where digests are of a part of the bytes.
-        written = [time_ns for _, time_ns in self._stamps.values()] if self.checkpoint.is_sampled else []
-        times = dict(zip(TIMES, (written, [t for _, at in self._datasets for t in at]), strict=True))
-        return {
-            "checkpoint": self.checkpoint.fingerprint(),
-            "datasets": found,
-            "calibration": None if calibration is None else calibrations.file_digest(calibration),
-            "samples": options.calibration_windows,
-            "gradient_windows": options.gradient_windows,
-            "reports_apart": options.reports_apart,
-            "seq_len": options.seq_len,
-            "seed": options.seed,
-            "tool": __version__,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "device": self.device.type,
-            "tokenizer": content_key(**self._tokenizer_digests()),
-            **{name: found for name, found in times.items() if found},
-            **({OWN_TEXTS: content_key(**own_texts())} if self._reads_own_texts() else {}),
-        }
-
-    def _reads_own_texts(self) -> bool:
-        """Whether a text is read that was not given."""
-        if self.model is None or self.options.datasets:
-            return False
-        return self.model.is_causal_lm or getattr(self.model.module, "main_input_name", "") == "input_ids"
-
-    def _tokenizer_digests(self) -> dict[str, str]:
-        """Of the files that texts or images are read by: with others, the same text has other tokens."""
-        files = self.checkpoint.files()
-        return {n: hashlib.sha256(files[n]).hexdigest() for n in files if n not in NOT_TOKENIZER}
+        job.identify(self.model, self.device)
+        return WorkDir(self._folder, job.parts, self.helper, job.names(), restart)
 
     def _expanded(self) -> Callable[[str], Tensor]:
         """name -> the original tensor; small models come from a float32 copy in the work directory."""

@@ -87,7 +87,7 @@ def find_profile(session: Session) -> Found:
         limit = texts.longest_window(model)
         wanted = options.context or min(CONTEXT, limit)
         cut = contexts(session.tokenizer(), _sources(session), wanted, limit)
-        session.check_datasets()
+        session.job.check_datasets()
         model.settle()
         found = Found(profile(model, cut.choose, options.seed), cut)
     session.work.put(key, *_packed(found))

@@ -23,7 +23,7 @@ def calibrate(options: ConvertOptions) -> Path:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         made = session.calibration.path
-        session.check_checkpoint()
+        session.job.check_checkpoint()
         check_still_free(options.output, options.force)
         if options.context is not None:
             write_with_profile(session, session.calibration, options.output)

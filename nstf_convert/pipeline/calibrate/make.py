@@ -85,7 +85,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     }
     splits = {"fit": data.fit, "held_out": data.held_out, "report": data.report}
     identity = content_key(**facts, **{n: digest(b) for n, b in splits.items()})
-    metadata = {**facts, "identity": identity, "job": session.job_key()} | {
+    metadata = {**facts, "identity": identity, "job": session.job.key()} | {
         f"{n}_tokens": sum(next(iter(b.values())).numel() for b in batches) for n, batches in splits.items()
     }
     consumer = _proposing(session, identity) if drops_hessians(session, model) else None
@@ -231,7 +231,7 @@ def _waiting_bytes(model: StreamedModel, tokens: int) -> int:
 def _belongs(session: "Session", file: TensorFile) -> bool:
     """Whether a file is a calibration of this version, and of this job: one result may have taken another's name."""
     stated = file.metadata.get("version"), file.metadata.get("job")
-    return stated == (CALIBRATION_VERSION, session.job_key())
+    return stated == (CALIBRATION_VERSION, session.job.key())
 
 
 def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> bool:
@@ -254,7 +254,7 @@ def inputs_of(session: "Session", model: StreamedModel) -> inputs.Data:
     """What a new calibration reads. Raises UsageError where there is nothing."""
     if session.data is None:
         session.data = _data(session, model)
-        session.check_datasets()
+        session.job.check_datasets()
     return session.data
 
 

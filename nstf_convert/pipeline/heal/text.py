@@ -38,7 +38,7 @@ def healing_windows(session: Session, fit: Sequence[Tensor], wanted: int) -> lis
         ):
             if known.isdisjoint(_runs([window])):
                 out.append(window)
-    session.check_datasets()
+    session.job.check_datasets()
     return out if len(out) > len(fit) else list(fit)
 
 

@@ -306,7 +306,7 @@ def test_what_was_made_of_a_checkpoint_that_was_written_into_is_not_resumed(
         made.extend(p for p in work.rglob("*.safetensors") if p not in before)
         if end is KeyboardInterrupt:
             raise KeyboardInterrupt
-        run.session.check_checkpoint()
+        run.session.job.check_checkpoint()
 
     monkeypatch.setattr(Session, "encoder_for", late)
     monkeypatch.setattr(importlib.import_module("nstf_convert.pipeline.convert"), "_write", ended)
