@@ -36,7 +36,7 @@ from nstf_convert.dataset import load_text
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Loss, Measure
-from nstf_convert.pipeline.attention.plan import Found, facts, head_size, hidden_in, reported
+from nstf_convert.pipeline.attention.plan import Found, answers_of, facts, head_size, hidden_in, reported
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.attention.retrieval import compared, haystack
 from nstf_convert.pipeline.attention.simulate import by_plan
@@ -220,7 +220,8 @@ def main() -> None:
         sys.exit("\n".join(problems) or None)
     found = profiled(model, cut, arguments.profile)
     head_dim = head_size(model)
-    measure = Measure(model, cut.choose, hidden_in(tokenizer, cut))
+    stacks = hidden_in(tokenizer, cut)
+    measure = Measure(model, cut.choose, stacks)
     report = Measure(model, cut.report)
     known: dict[bytes, int] = {}
     allowed = [*arguments.allowed, *[None] * len(arguments.budgets)]
@@ -231,7 +232,8 @@ def main() -> None:
     for budget, bound in [p for p in pairs if p != (None, None)]:
         start, processor, before = time.perf_counter(), time.process_time(), measure.evaluations
         try:
-            chosen = choose(found, head_dim, Kept(measure, arguments.kept), budget, bound, factors)
+            kept, at_answers = Kept(measure, arguments.kept), answers_of(model, stacks, found)
+            chosen = choose(found, head_dim, kept, budget, bound, factors, at_answers)
         except BudgetError as error:
             print(f"budget {budget}, allowed {bound}: {error}", flush=True)
             problems.append(str(error))

@@ -38,11 +38,20 @@ class Loss:
     answers: float = 0.0
 
     @property
+    def of_text(self) -> float:
+        """What a text that chose nothing stays below with 95 % confidence; infinite where it is not a number."""
+        bound = max(self.mean + 1.645 * self.error, self.mean * self.ratio)
+        return math.inf if math.isnan(bound + self.mean) else bound
+
+    @property
+    def of_answers(self) -> float:
+        """What answers lose, as it counts beside a text's loss; infinite where it is not a number."""
+        return math.inf if math.isnan(self.answers) else ANSWERS * self.answers
+
+    @property
     def upper(self) -> float:
-        """What a text that chose nothing stays below with 95 % confidence, or what answers lose if that is more; infinite
-        where it is not a number."""
-        bound = max(self.mean + 1.645 * self.error, self.mean * self.ratio, ANSWERS * self.answers)
-        return bound if bound == bound and not math.isnan(self.mean + self.answers) else math.inf
+        """What has to stay within an allowance: the larger of both."""
+        return max(self.of_text, self.of_answers)
 
 
 class Measure:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,13 +17,32 @@ FULL = HeadPlan("full", {}, 0, 0.0, 1.0)
 KINDS = ("keys", "values", "ring")
 
 
+class Losses(NamedTuple):
+    """Expected nats per token, or factors for them, by KINDS."""
+
+    keys: float = 0.0
+    values: float = 0.0
+    ring: float = 0.0
+
+    def dot(self, factors: Sequence[float]) -> float:
+        """The sum of all kinds, each times its factor."""
+        return sum(f * v for f, v in zip(factors, self, strict=True))
+
+
+NOTHING = Losses()
+
+
 @dataclass(frozen=True)
 class Choice:
-    """One way to store a KV group; losses: by KINDS, expected nats per token. window: of the model's layer, 0 for none."""
+    """One way to store a KV group, with what it is expected to lose on text and at answers to what is hidden far back.
+
+    window: of the model's layer, 0 for none.
+    """
 
     group: GroupPlan
-    losses: tuple[float, float, float]
+    losses: Losses
     window: int = 0
+    answers: Losses = NOTHING
 
     @property
     def is_plain(self) -> bool:
@@ -38,8 +58,8 @@ class Choice:
             group = replace(group, keys=PLAIN)
         if kind != "values":
             group = replace(group, values=PLAIN)
-        losses = tuple(v if k == kind else 0.0 for k, v in zip(KINDS, self.losses, strict=True))
-        return Choice(group, losses, self.window)  # type: ignore[arg-type]
+        losses, answers = (Losses(**{kind: getattr(part, kind)}) for part in (self.losses, self.answers))
+        return Choice(group, losses, self.window, answers)
 
 
 def own_group(window: int) -> GroupPlan:
@@ -47,13 +67,16 @@ def own_group(window: int) -> GroupPlan:
     return GroupPlan(0, window, 0, PLAIN, PLAIN)
 
 
-def choices(profile: Profile) -> list[list[Choice]]:
-    """All options of every KV group, layer by layer: ring x format of the keys x format of the values."""
+def choices(profile: Profile, answers: Profile | None = None) -> list[list[Choice]]:
+    """All options of every KV group, layer by layer: ring x format of the keys x format of the values.
+
+    answers: expected losses at answers, which take no part in the choice between formats of as many bits.
+    """
     layers, groups = profile.keys.shape[:2]
-    return [_choices(profile, layer, group) for layer in range(layers) for group in range(groups)]
+    return [_choices(profile, layer, group, answers) for layer in range(layers) for group in range(groups)]
 
 
-def _choices(profile: Profile, layer: int, group: int) -> list[Choice]:
+def _choices(profile: Profile, layer: int, group: int, answers: Profile | None) -> list[Choice]:
     keys = _formats(profile.keys[layer, group].tolist())
     values = _formats(profile.values[layer, group].tolist())
     own = profile.layer_windows[layer]
@@ -64,11 +87,28 @@ def _choices(profile: Profile, layer: int, group: int) -> list[Choice]:
             for window, loss in zip(profile.windows, profile.rings[layer, group].tolist(), strict=True)
         ]
     return [
-        Choice(GroupPlan(sink, recent, least, key, value), (key_loss, value_loss, ring_loss), own)
+        Choice(
+            GroupPlan(sink, recent, least, key, value),
+            Losses(key_loss, value_loss, ring_loss),
+            own,
+            _at_answers(answers, layer, group, key, value, 0 if own else recent),
+        )
         for sink, recent, least, ring_loss in rings
         for key, key_loss in keys
         for value, value_loss in values
     ]
+
+
+def _at_answers(
+    answers: Profile | None, layer: int, group: int, key: KVFormat, value: KVFormat, ring: int
+) -> Losses:
+    if answers is None:
+        return NOTHING
+    return Losses(
+        0.0 if key == PLAIN else float(answers.keys[layer, group, FORMATS.index(key)]),
+        0.0 if value == PLAIN else float(answers.values[layer, group, FORMATS.index(value)]),
+        float(answers.rings[layer, group, answers.windows.index(ring)]) if ring else 0.0,
+    )
 
 
 def _formats(losses: Sequence[float]) -> list[tuple[KVFormat, float]]:
@@ -81,14 +121,19 @@ def _formats(losses: Sequence[float]) -> list[tuple[KVFormat, float]]:
 
 
 def priced(
-    options: Sequence[Sequence[Choice]], head_dim: int, context: int, factors: Sequence[float]
+    options: Sequence[Sequence[Choice]],
+    head_dim: int,
+    context: int,
+    factors: Sequence[float],
+    at_answers: Sequence[float] = NOTHING,
 ) -> list[list[Option]]:
-    """The options as the planner takes them: bytes at `context` and expected loss, each kind times its factor."""
+    """The options as the planner takes them: bytes at `context` and expected loss, each kind times its factor, that at
+    answers too."""
     return [
         [
             Option(
                 group_bytes(choice.group, head_dim, context),
-                sum(f * v for f, v in zip(factors, choice.losses, strict=True)),
+                choice.losses.dot(factors) + choice.answers.dot(at_answers),
             )
             for choice in unit
         ]
@@ -116,11 +161,11 @@ def uniforms(profile: Profile) -> list[list[Choice]]:
             float(profile.rings[..., ring].sum()) if recent else 0.0,
         )
         # The losses of all groups are shared out evenly: only their sum is used.
-        share = tuple(loss / (layers * groups) for loss in losses)
+        share = Losses(*(loss / (layers * groups) for loss in losses))
         same = []
         for own in profile.layer_windows:
             kept = (0, own, 0) if own else (sink, recent, least)
-            same += [Choice(GroupPlan(*kept, key, value), share, own)] * groups  # type: ignore[arg-type]
+            same += [Choice(GroupPlan(*kept, key, value), share, own)] * groups
         found.append(same)
     return found
 
@@ -169,8 +214,23 @@ class Thinning:
     loss: float
 
 
-def thinnings(profile: Profile, layers: Sequence[LayerPlan]) -> list[Thinning]:
-    """For every full head its best thinner rule (saved share per expected loss), the cheapest of all first."""
+def thinnings(
+    profile: Profile,
+    layers: Sequence[LayerPlan],
+    answers: Profile | None = None,
+    weights: tuple[float, float] = (1.0, 0.0),
+) -> list[Thinning]:
+    """For every full head its best thinner rule (saved share per expected loss), the cheapest of all first.
+
+    weights: of the losses on text and at answers.
+    """
+    if answers is not None:
+        text, told = weights
+        profile = replace(
+            profile,
+            streaming=text * profile.streaming + told * answers.streaming,
+            blocks=text * profile.blocks + told * answers.blocks,
+        )
     found = []
     for layer, plan in enumerate(layers):
         for head, rule in enumerate(plan.heads):

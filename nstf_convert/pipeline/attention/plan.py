@@ -4,8 +4,9 @@ The profile belongs to the calibration: `nstf calibrate --context N` leaves it i
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from nstf.errors import UsageError
 from nstf.runtime.attention_plan import AttentionPlan, LengthResult, PlanKLD
+from nstf.runtime.kv_formats import BLOCK
 from nstf_convert.dataset import load_text
 from nstf_convert.pipeline.attention import possible, simulate
-from nstf_convert.pipeline.attention.choose import Chosen, check_budget, choose
+from nstf_convert.pipeline.attention.choose import check_budget, choose
+from nstf_convert.pipeline.attention.chooser import Chosen
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Measure, by_length, summarised
 from nstf_convert.pipeline.attention.possible import CONTEXT
-from nstf_convert.pipeline.attention.profile import Profile, profile
+from nstf_convert.pipeline.attention.profile import Profile, profile, profile_of_answers
 from nstf_convert.pipeline.attention.retrieval import Haystack, compared, haystack
 from nstf_convert.pipeline.calibrate import text as texts
 from nstf_convert.pipeline.session import Session
@@ -173,7 +176,14 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
         # A budget alone takes the plan that loses least, whatever that is.
         stacks = [] if allowed is None else hidden_in(session.tokenizer(), found.contexts)
         measure = Measure(model, found.contexts.choose, stacks)
-        chosen = choose(found.profile, head_dim, measure, options.kv_budget, allowed)
+        chosen = choose(
+            found.profile,
+            head_dim,
+            measure,
+            options.kv_budget,
+            allowed,
+            at_answers=answers_of(model, stacks, found.profile),
+        )
     with session.stages.stage("attention report"):
         plan = reported(
             model,
@@ -233,9 +243,16 @@ def reported(
     return AttentionPlan(2, cut.length, budget, head_dim, kld_facts, tuple(chosen.layers), tuple(lengths))
 
 
+def answers_of(
+    model: StreamedModel, stacks: Sequence[Haystack], beside: Profile, seed: int = 0
+) -> Callable[[], Profile] | None:
+    """Makes the profile of what the options of another profile lose at the answers of these contexts; None without any."""
+    return partial(profile_of_answers, model, stacks, beside.windows, seed) if stacks else None
+
+
 def hidden_in(tokenizer: Any, cut: Contexts) -> list[Haystack]:
     """Contexts with needles in the text that chooses, by which a plan is chosen: a quarter as long where they have room."""
-    for length in (cut.length // 4, cut.length):
+    for length in (cut.length // 4 // BLOCK * BLOCK, cut.length):
         if found := _stacks(
             tokenizer, cut.choose[0], length, CHOOSING, range(2000, 2000 + CHOOSING_CONTEXTS)
         ):

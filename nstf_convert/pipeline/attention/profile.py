@@ -5,6 +5,9 @@ output. An option that moves the outputs by d is expected to cost 1/2 E[(g d)^2]
 position by position. A second forward pass makes d for all options, layer by layer, on sampled blocks of 128 queries
 spread over the window, so no [T, T] matrix is ever kept.
 
+The same for answers to what is hidden far back (`profile_of_answers`): there the end loss is that of the answers' tokens
+alone, and the queries are those of the questions.
+
 Shapes: L layers, H query heads, G KV groups, R = H / G, B sampled blocks, T tokens, D head size.
 """
 
@@ -19,6 +22,7 @@ from nstf.analyzers.sensitivity import checkpoint_layers
 from nstf.analyzers.turnstile import layer_list
 from nstf.runtime.kv_formats import BLOCK, PAGE, KVFormat, chosen_blocks, predicted_mass, stored
 from nstf_convert.pipeline.attention import simulate
+from nstf_convert.pipeline.attention.retrieval import Haystack
 from nstf_convert.pipeline.calibrate.gradients import gradient_from_logits
 from nstf_convert.pipeline.products import fast_products
 from nstf_convert.streamed import StreamedModel
@@ -87,6 +91,33 @@ def profile(model: StreamedModel, contexts: Sequence[Tensor], seed: int) -> Prof
     return Profile(length, windows, simulate.check(model.module), **mean)
 
 
+def profile_of_answers(
+    model: StreamedModel, stacks: Sequence[Haystack], windows: Sequence[int], seed: int
+) -> Profile:
+    """Expected losses in nats per token of the answers to what is hidden in contexts of one length, a multiple of 128.
+
+    windows: of the profile that these losses stand beside. What an option does to the queries before the questions is left
+    out: they say little of what is far back.
+    """
+    found = []
+    for index, stack in enumerate(stacks):
+        told = torch.cat([torch.arange(first - 1, end - 1) for first, end in stack.answers])
+        blocks = range(int(told.min()) // BLOCK, int(told.max()) // BLOCK + 1)
+        generator = torch.Generator(model.device).manual_seed(seed + index)
+        gradients = output_gradients(model, stack.ids, blocks, generator, told)
+        scored = _score(model, stack.ids, blocks, gradients, windows)
+        # From means over the blocks' queries to sums, shared by the tokens of the answers.
+        scale = len(blocks) * BLOCK / len(told)
+        found.append(
+            {
+                n: v * scale if n in ("keys", "values", "rings", "streaming", "blocks") else v
+                for n, v in scored.items()
+            }
+        )
+    mean = {name: torch.stack([f[name] for f in found]).mean(0).cpu() for name in found[0]}
+    return Profile(len(stacks[0].ids), tuple(windows), simulate.check(model.module), **mean)
+
+
 def sampled_blocks(length: int) -> list[int]:
     """Blocks of queries to score: the last one and others spread over the window, each standing for its stretch."""
     total = length // BLOCK
@@ -95,9 +126,16 @@ def sampled_blocks(length: int) -> list[int]:
 
 
 def output_gradients(
-    model: StreamedModel, ids: Tensor, blocks: Sequence[int], generator: torch.Generator
+    model: StreamedModel,
+    ids: Tensor,
+    blocks: Sequence[int],
+    generator: torch.Generator,
+    told: Tensor | None = None,
 ) -> dict[int, Tensor]:
-    """By layer: the gradient of the end loss at the outputs of the sampled queries, [H, B, 128, D] float32."""
+    """By layer: the gradient of the end loss at the outputs of the sampled queries, [H, B, 128, D] float32.
+
+    told: positions whose predictions make the end loss, all of them by default.
+    """
     rows = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in blocks]).to(model.device)
     found: dict[int, Tensor] = {}
 
@@ -117,8 +155,9 @@ def output_gradients(
     try:
         with simulate.attending(model.module, attend), torch.enable_grad(), fast_products():
             out = model.hidden(ids[None])
-            gradient, _, _ = gradient_from_logits(model, out, generator)
-            out.backward(gradient)  # type: ignore[no-untyped-call]
+            judged = out if told is None else out[:, told.to(out.device)]
+            gradient, _, _ = gradient_from_logits(model, judged, generator)
+            judged.backward(gradient)  # type: ignore[no-untyped-call]
     finally:
         undo()
         handle.remove()

@@ -9,7 +9,7 @@ import torch
 from nstf.errors import BudgetError
 from nstf.runtime.attention_plan import LayerPlan
 from nstf.runtime.kv_formats import PLAIN, group_bytes
-from nstf_convert.pipeline.attention import choose as module
+from nstf_convert.pipeline.attention import chooser as module
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.measured import ANSWERS, Loss, by_length, summarised
 from nstf_convert.pipeline.attention.options import choices, layers_of, uniforms
@@ -19,7 +19,7 @@ LAYERS, GROUPS, HEADS, CONTEXT, SIZE = 3, 2, 4, 1024, 64
 WINDOWS = (128, 256)
 
 
-def profile(seed: int = 0) -> Profile:
+def profile(seed: int = 0, layers: int = LAYERS) -> Profile:
     """Groups that differ by factors of a hundred; losses fall with bits and windows."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -28,19 +28,19 @@ def profile(seed: int = 0) -> Profile:
 
     steps = torch.tensor([4.0 ** (4 - f.bits) for f in FORMATS], dtype=torch.float64)
     window = torch.tensor([30 / w for w in WINDOWS], dtype=torch.float64)
-    blocks = weight(LAYERS, HEADS) * (1 - torch.tensor(THRESHOLDS, dtype=torch.float64)) * 1e-3
+    blocks = weight(layers, HEADS) * (1 - torch.tensor(THRESHOLDS, dtype=torch.float64)) * 1e-3
     return Profile(
         CONTEXT,
         WINDOWS,
-        (0,) * LAYERS,
-        keys=weight(LAYERS, GROUPS) * steps,
-        values=weight(LAYERS, GROUPS) * steps,
-        rings=weight(LAYERS, GROUPS) * window,
-        streaming=weight(LAYERS, HEADS) * window,
+        (0,) * layers,
+        keys=weight(layers, GROUPS) * steps,
+        values=weight(layers, GROUPS) * steps,
+        rings=weight(layers, GROUPS) * window,
+        streaming=weight(layers, HEADS) * window,
         blocks=blocks,
-        density=torch.tensor(THRESHOLDS, dtype=torch.float64).expand(LAYERS, HEADS, -1) / 3,
-        error=torch.full((LAYERS, HEADS, 6), 0.1, dtype=torch.float64),
-        mass=torch.full((LAYERS, HEADS, 6), 0.9, dtype=torch.float64),
+        density=torch.tensor(THRESHOLDS, dtype=torch.float64).expand(layers, HEADS, -1) / 3,
+        error=torch.full((layers, HEADS, 6), 0.1, dtype=torch.float64),
+        mass=torch.full((layers, HEADS, 6), 0.9, dtype=torch.float64),
     )
 
 
@@ -261,3 +261,49 @@ def test_of_plans_within_a_budget_one_that_holds_the_allowance_at_answers_is_tak
     chosen = choose(found, SIZE, measure, 0.4, 0.02)
     assert chosen.is_uniform and chosen.loss.upper <= 0.02 and chosen.share <= 0.4
     assert not choose(found, SIZE, measure, 0.4, None).is_uniform
+
+
+def test_groups_that_answers_need_keep_more_where_answers_decide() -> None:
+    """What half of the groups store is all that answers hear: prices of a text alone buy it dearly."""
+    found = profile(layers=20)
+    needed = torch.zeros(20, GROUPS, 1, dtype=torch.float64)
+    needed[:, 0] = 8.0
+    heads = needed.repeat_interleave(HEADS // GROUPS, 1)
+    at_answers = replace(
+        found,
+        keys=found.keys * needed,
+        values=found.values * needed,
+        rings=found.rings * needed,
+        streaming=found.streaming * heads,
+        blocks=found.blocks * heads,
+    )
+    of_text, of_answers = Truth(found), Truth(at_answers)
+    asked = 0
+
+    def measure(layers: Sequence[LayerPlan]) -> Loss:
+        # Twice what is expected: the prices follow what is measured.
+        return replace(of_text(layers), answers=2 * of_answers(layers).mean)
+
+    def answers() -> Profile:
+        nonlocal asked
+        asked += 1
+        return at_answers
+
+    plain = choose(found, SIZE, measure, None, 0.02)
+    heeding = choose(found, SIZE, measure, None, 0.02, at_answers=answers)
+    assert asked == 1 and heeding.loss.upper <= 0.02 and plain.loss.upper <= 0.02
+    assert heeding.size_bytes < 0.98 * plain.size_bytes
+    # Within a budget that text alone breaks the allowance with.
+    budget = heeding.share + 0.01
+    with pytest.raises(BudgetError, match="at answers"):
+        choose(found, SIZE, measure, budget, 0.02)
+    kept = choose(found, SIZE, measure, budget, 0.02, at_answers=answers)
+    assert kept.share <= budget and kept.loss.upper <= 0.02
+
+
+def test_answers_are_not_profiled_where_they_lose_less_than_text() -> None:
+    def never() -> Profile:
+        raise AssertionError
+
+    found = profile()
+    assert choose(found, SIZE, Truth(found), 0.6, 0.005, at_answers=never).loss.upper <= 0.005

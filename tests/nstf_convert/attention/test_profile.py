@@ -1,17 +1,26 @@
 """Expected losses against the reference, and a plan of a model whose layers slide, from profile to bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
 from nstf.runtime.attention_windows import windows_of
-from nstf.runtime.kv_formats import PLAIN, group_bytes, layer_bytes, reference_attention
+from nstf.runtime.kv_formats import PLAIN, KVFormat, group_bytes, layer_bytes, reference_attention
 from nstf_convert.pipeline.attention import measured
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.measured import Measure
 from nstf_convert.pipeline.attention.options import choices, layers_of
-from nstf_convert.pipeline.attention.profile import FORMATS, SINK, WINDOWS, _Scorer, profile
+from nstf_convert.pipeline.attention.profile import (
+    FORMATS,
+    SINK,
+    WINDOWS,
+    _Scorer,
+    profile,
+    profile_of_answers,
+)
 from nstf_convert.pipeline.attention.retrieval import Haystack
 from nstf_convert.streamed import StreamedModel
 
@@ -108,3 +117,32 @@ def test_a_model_whose_layers_slide_gets_a_plan_within_its_own_bytes(
     monkeypatch.setattr(model, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
     assert asked.of_answers(chosen.layers) == pytest.approx(float(expected), rel=1e-3)
     assert rows == [3, 3, 1, 1]
+
+
+def test_what_is_expected_at_answers_is_what_they_lose() -> None:
+    """Second order, sampled labels: within a factor of two for small changes; options of other groups are told apart."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
+    )  # fmt: skip
+    plain = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if name.endswith("_proj.weight") and "self_attn" in name:
+                weight *= 12
+    stated = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    model = StreamedModel(stated, plain.state_dict().__getitem__)
+    ids = [torch.randint(0, 60, (512,), generator=torch.Generator().manual_seed(s)) for s in range(3)]
+    stacks = [Haystack(i, ((400, 440), (450, 511))) for i in ids]
+    windows = (128,)
+    expected = profile_of_answers(model, stacks, windows, 0)
+    assert expected.context == 512 and expected.windows == windows
+    measure = Measure(model, ids, stacks)
+    for kind, fmt in (("keys", KVFormat(4, "token", False)), ("values", KVFormat(4, "channel", False))):
+        for layer in range(2):
+            groups = [[GroupPlan(0, 0, 0, PLAIN, PLAIN)] * 2 for _ in range(2)]
+            groups[layer][1] = replace(groups[layer][1], **{kind: fmt})
+            measured = measure.of_answers([LayerPlan((FULL,) * 4, tuple(g)) for g in groups])
+            loss = float(getattr(expected, kind)[layer, 1, FORMATS.index(fmt)])
+            assert 0.5 < loss / measured < 2, (kind, layer)
