@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from nstf.errors import BudgetError
+from nstf.runtime.kv_formats import group_bytes
 from nstf_convert.pipeline.attention.chooser import (
     FACTOR,
     TINY,
@@ -30,9 +31,7 @@ from nstf_convert.pipeline.attention.chooser import (
 )
 from nstf_convert.pipeline.attention.measured import ANSWERS, Loss
 from nstf_convert.pipeline.attention.options import (
-    KINDS,
     choices,
-    priced,
     thinned,
     thinnings,
 )
@@ -54,8 +53,10 @@ FOR_BYTES = 0.5
 
 def check_budget(profile: Profile, head_dim: int, budget: float) -> None:
     """Raises BudgetError when not even the smallest options of all groups keep the budget; nothing is measured."""
-    units = priced(choices(profile), head_dim, profile.context, (1.0,) * len(KINDS))
-    smallest = sum(min(option.size_bytes for option in unit) for unit in units)
+    smallest = sum(
+        min(group_bytes(choice.group, head_dim, profile.context) for choice in unit)
+        for unit in choices(profile)
+    )
     dense = dense_cache_bytes(profile, head_dim)
     if smallest > int(budget * dense):
         raise BudgetError(

@@ -18,11 +18,11 @@ from nstf_convert.pipeline.attention.options import (
     Losses,
     choices,
     layers_of,
-    priced,
     uniforms,
 )
 from nstf_convert.pipeline.attention.profile import Profile
 from nstf_convert.planner.allocation import allocate
+from nstf_convert.planner.hull import Option
 
 log = logging.getLogger("nstf")
 
@@ -31,7 +31,7 @@ RIVALS = 2
 # Factors between measured and expected losses are kept within this: beyond, one of both is noise.
 FACTOR = 30.0
 # Halvings of the weight of answers among expected losses.
-HALVINGS = 10
+HALVINGS = 8
 TINY = 1e-12
 
 Measurement = Callable[[Sequence[LayerPlan]], Loss]
@@ -72,12 +72,28 @@ class Chooser:
         self.weights = (1.0, 0.0)
         self.alone: dict[str, tuple[list[Choice], Loss]] = {}
         self.dense_bytes = dense_cache_bytes(profile, head_dim)
-        self._prices()
+        self._expect()
 
-    def _prices(self) -> None:
-        both = zip(self.weights, (self.factors, self.answer_factors), strict=True)
-        text, told = ([weight * factor for factor in factors] for weight, factors in both)
-        self.prices = priced(self.options, self.head_dim, self.profile.context, text, told)
+    def _expect(self) -> None:
+        """Bytes and expected losses on text and at answers of every option, and prices by them."""
+        self.parts = [
+            [
+                (
+                    group_bytes(option.group, self.head_dim, self.profile.context),
+                    option.losses.dot(self.factors),
+                    option.answers.dot(self.answer_factors),
+                )
+                for option in unit
+            ]
+            for unit in self.options
+        ]
+        self._price()
+
+    def _price(self) -> None:
+        a, b = self.weights
+        self.prices = [
+            [Option(size, a * text + b * told) for size, text, told in unit] for unit in self.parts
+        ]
 
     def correct(self, chosen: Sequence[Choice]) -> None:
         """Factors from measuring each kind of loss of a plan alone, where they are not known."""
@@ -90,7 +106,7 @@ class Chooser:
         self.factors = self._factors("losses", self.factors)
         names = ", ".join(KINDS)
         log.info("attention: measured / expected loss of %s: %.2g, %.2g, %.2g", names, *self.factors)
-        self._prices()
+        self._expect()
 
     def _factors(self, name: str, otherwise: Losses) -> Losses:
         """Measured over expected `losses` on text or at `answers`, of the kinds that were measured alone."""
@@ -112,6 +128,7 @@ class Chooser:
             self.options = choices(self.profile, self.answers)
             self.alone = {kind: (self._heeding(only), found) for kind, (only, found) in self.alone.items()}
             self.answer_factors = self._factors("answers", self.factors)
+            self._expect()
         self.counts = 1.0, 1.0
         text, told = self.expected(self._heeding(chosen))
         self.counts = loss.of_text / max(text, TINY), loss.of_answers / max(told, TINY)
@@ -146,7 +163,7 @@ class Chooser:
         for _ in range(HALVINGS):
             share = (low + high) / 2
             self.weights = (1 - share) * self.counts[0], share * self.counts[1]
-            self._prices()
+            self._price()
             found = self._allocated(budget_bytes, exact=False)
             text, told = self.expected(found)
             if best is None or max(text, told) < best[0]:
@@ -154,7 +171,7 @@ class Chooser:
             low, high = (share, high) if told > text else (low, share)
         assert best is not None
         self.weights = best[1]
-        self._prices()
+        self._price()
         closer = self._allocated(budget_bytes, exact) if exact else chosen
         return min((chosen, closer), key=lambda c: max(self.expected(c)))
 

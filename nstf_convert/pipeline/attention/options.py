@@ -8,9 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nstf.runtime.attention_plan import GroupPlan, HeadPlan, LayerPlan
-from nstf.runtime.kv_formats import PLAIN, KVFormat, group_bytes
+from nstf.runtime.kv_formats import PLAIN, KVFormat
 from nstf_convert.pipeline.attention.profile import FORMATS, SINK, SPARSE_FROM, STRIDE, THRESHOLDS, Profile
-from nstf_convert.planner.hull import Option
 
 FULL = HeadPlan("full", {}, 0, 0.0, 1.0)
 # Kinds of loss that are expected apart and measured apart.
@@ -118,27 +117,6 @@ def _formats(losses: Sequence[float]) -> list[tuple[KVFormat, float]]:
         if fmt.bits not in best or loss < best[fmt.bits][0]:
             best[fmt.bits] = loss, fmt
     return [(PLAIN, 0.0), *((fmt, loss) for loss, fmt in best.values())]
-
-
-def priced(
-    options: Sequence[Sequence[Choice]],
-    head_dim: int,
-    context: int,
-    factors: Sequence[float],
-    at_answers: Sequence[float] = NOTHING,
-) -> list[list[Option]]:
-    """The options as the planner takes them: bytes at `context` and expected loss, each kind times its factor, that at
-    answers too."""
-    return [
-        [
-            Option(
-                group_bytes(choice.group, head_dim, context),
-                choice.losses.dot(factors) + choice.answers.dot(at_answers),
-            )
-            for choice in unit
-        ]
-        for unit in options
-    ]
 
 
 def uniforms(profile: Profile) -> list[list[Choice]]:
