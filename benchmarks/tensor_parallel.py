@@ -9,10 +9,10 @@ All load their parts; the first also loads the whole model. In rounds that alter
 alone, while the others wait: the step of runtime/graph_decoder.py, a captured graph on GPUs; one sequence on CPUs by the C++
 engine. A rate is new tokens of all
 sequences after a prompt over the time from the first to the last; prefill is the prompt as `generate` runs it (up to 1024
-tokens a captured graph on one GPU), and with it through transformers' modules one by one.
+tokens of all sequences a captured graph), and with it through transformers' modules one by one.
 Memory is what torch's allocator has after loading and at the peak of decoding (on a CPU: the bytes of the arrays). Before
 that, all-reduces of several sizes are timed, and their sums checked. Logits of all ranks and of one are compared after a
-prompt. The file is deleted unless --folder is given.
+prompt, and those of a captured prompt with the modules'. The file is deleted unless --folder is given.
 
 The first rank says what it begins with, one line for each phase with the seconds since it started: a run that is cut off, or
 that hangs, ends with the phase it was in. The first decoding and the first prompt compile kernels.
@@ -374,6 +374,9 @@ def measure(
         say(f"logits, batch {batch}")
         dist.barrier()
         ours = divided.logits(ids).double()
+        if device.type == "cuda":
+            captured = divided.decoder.prompt(ids).double()
+            found[f"batch {batch}"]["captured"] = float((captured - ours).norm() / ours.norm())
         dist.barrier()
         if whole is not None:
             theirs = whole.logits(ids).double()
@@ -448,6 +451,8 @@ def report(options: argparse.Namespace, size: int, found: dict[str, Any]) -> Non
             f"logits, batch {batch}: relative difference {row['difference']:.1e}; one process's own logits move by "
             f"{row['noise']:.1e} where eight numbers of a token are a rounding step away"
         )
+        if "captured" in row:
+            print(f"  as `generate` runs the prompt they differ from the modules' by {row['captured']:.1e}")
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UnsupportedError
-from nstf.kernels.formats import Node
 from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.torch.rows import decode_rows
 from nstf.kernels.triton.linear import rows as rows_on_gpu
@@ -26,7 +25,6 @@ from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
 from nstf.runtime.graph_prompt import Prompts
 from nstf.runtime.graphs import Graphs, Step, same_draws
-from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.sampling import Sampling, choose
 from nstf.runtime.stacking import Matrix, matrix_of, stacked
 
@@ -69,16 +67,6 @@ class State:
         return Cache(self.cache[i, 0], self.cache[i, 1], *self.angles[rotation])
 
 
-def _same_when_captured(model: Any) -> bool:
-    """Whether a captured prompt has the same bits as one that is not: all matrices are integers, for kernels of ours."""
-
-    def kinds(node: Node) -> set[str]:
-        return {node.kind}.union(*(kinds(child) for child in node.children.values()))
-
-    trees = [module.tree for module in model.modules() if isinstance(module, EncodedParameter)]
-    return bool(trees) and all(kinds(tree) <= {"int", "rotated"} for tree in trees)
-
-
 class Decoder:
     """A loaded model ready to decode on its device. One call at a time; the cache stays for the next one."""
 
@@ -112,11 +100,7 @@ class Decoder:
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
         self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
-        # Prompts are not captured where the library multiplies: the second one of a length differed from the first by 0.6 %
-        # (trellis codes).
-        captured = capture is not None or _same_when_captured(model)
-        alone = getattr(model, "nstf_ranks", None) is None
-        self._prompts = Prompts(model, len(self._layers), self._capture if captured else None, alone)
+        self._prompts = Prompts(model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None))
 
     @property
     def context(self) -> int:

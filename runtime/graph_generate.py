@@ -40,7 +40,8 @@ def use_graphs(model: Any, build: Callable[[Any], Decoder] = decoder_of) -> None
 
     A model that it does not run, or that was changed or moved after loading, keeps transformers' `generate`; so does
     a second caller while the first one's sequences are under way. Tokens are the same up to rounding: norms and rotations
-    are computed in float32 here, in the model's dtype there.
+    are computed in float32 here, in the model's dtype there, and a prompt whose length comes again is replayed
+    (runtime/graph_prompt.py).
     """
     slot = model.nstf_graphs = Slot()
     state: dict[str, Any] = {"before": _arrays(model), "device": model.device}

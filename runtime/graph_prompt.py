@@ -2,8 +2,11 @@
 
 A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts of up to MOST_ROWS tokens
 are padded to the next multiple of STEP, so that few lengths are captured. Attention is causal, so padding changes nothing in
-the tokens before it. Prompts are padded before their length is captured too: so the same prompt takes the same kernels of
-ours each time, and its results differ by the library's rounding at most.
+the tokens before it. Prompts are padded before their length is captured too: so a prompt takes the same kernels each time.
+
+A replayed prompt gives the logits of one that is not captured up to the rounding of 16-bit numbers: which kernel the library
+takes for a product is its own choice, and a number that rounds otherwise moves those after it. Where torch is told to be
+deterministic (`torch.use_deterministic_algorithms`), prompts are neither padded nor captured.
 """
 
 import logging
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from nstf.kernels.triton import launch_errors
 from nstf.runtime.graphs import Step
+from nstf.runtime.ranks import Ranks
 
 _log = logging.getLogger("nstf")
 
@@ -24,7 +28,7 @@ STEP = 64
 MOST_ROWS = 1024
 # All lengths of a single sequence: with fewer, prompts whose lengths take turns would be captured again and again.
 KEPT_GRAPHS = MOST_ROWS // STEP
-# A capture takes as long as two prompts that are not captured: it is for lengths that come again.
+# A capture takes as long as two prompts that are not captured, on several ranks as four: it is for lengths that come again.
 CAPTURED_FROM = 2
 
 
@@ -38,13 +42,13 @@ class _Prompt:
 
 
 class Prompts:
-    """The prompts of one model on one device. layers: their number; capture: None for prompts as they are; alone: whether
-    no other rank runs the model too."""
+    """The prompts of one model on one device. layers: their number; capture: None for prompts as they are; ranks: those that
+    run the model together, None for this process alone."""
 
     def __init__(
-        self, model: Any, layers: int, capture: Callable[[Step], Step] | None, alone: bool = True
+        self, model: Any, layers: int, capture: Callable[[Step], Step] | None, ranks: Ranks | None = None
     ) -> None:
-        self._model, self._layers, self._capture, self._alone = model, layers, capture, alone
+        self._model, self._layers, self._capture, self._ranks = model, layers, capture, ranks
         self._seen: Counter[tuple[int, int]] = Counter()
         self._graphs: OrderedDict[tuple[int, int], tuple[_Prompt, Step]] = OrderedDict()
 
@@ -57,7 +61,8 @@ class Prompts:
         batch, kv_heads, capacity, size] then, and anything behind them. The logits are valid until the next call."""
         batch, count = ids.shape
         filled = min(-(-count // STEP) * STEP, cache.shape[4])
-        if self._capture is None or batch * filled > MOST_ROWS:
+        as_it_is = self._capture is None or torch.are_deterministic_algorithms_enabled()
+        if as_it_is or batch * filled > MOST_ROWS:
             return self._logits(ids, 1, cache)
         found = self._captured((batch, filled), cache)
         if found is None:
@@ -71,16 +76,12 @@ class Prompts:
         return prompt.logits
 
     def _captured(self, key: tuple[int, int], cache: Tensor) -> tuple[_Prompt, Step] | None:
-        """The graph for (sequences, tokens), captured now if it is time; None while there is none.
-
-        Raises what a capture raises on one of several ranks: it has made some of the sums, so running the prompt again
-        would add to other sums of the others.
-        """
+        """The graph for (sequences, tokens), captured now if it is time; None while there is none."""
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         self._seen[key] += 1
-        if self._seen[key] < CAPTURED_FROM or self._capture is None:
+        if self._seen[key] < CAPTURED_FROM:
             return None
         while len(self._graphs) >= KEPT_GRAPHS:
             oldest, _ = self._graphs.popitem(last=False)
@@ -90,22 +91,49 @@ class Prompts:
         def step() -> None:
             prompt.logits = self._logits(prompt.ids, prompt.last, cache)
 
-        try:
-            self._graphs[key] = prompt, self._capture(step)
-        except launch_errors() as error:
-            if not self._alone:
-                raise
-            _log.warning("prompts are not captured: %s", " ".join(str(error).split())[:300])
+        replay = self._replay_of(step)
+        if replay is None:
             self._capture = None
             return None
+        self._graphs[key] = prompt, replay
         return self._graphs[key]
+
+    def _replay_of(self, step: Step) -> Step | None:
+        """The captured step; None where this rank or another one cannot capture it.
+
+        Ranks capture twice: sums inside a capture need all of them, and a rank that failed in the middle would leave the
+        others waiting. So each tries it without the others first. Raises what the second capture raises: memory that ended
+        since, say. Its sums so far have met those of the others, so running the prompt again would add to other ones.
+        """
+        if self._ranks is None:
+            return self._tried(step)
+        with self._ranks.alone():
+            ready = self._tried(step) is not None  # this graph goes at once, and its memory to the next one
+        if not self._ranks.all_can(ready):
+            if ready:
+                _log.warning("prompts are not captured: another rank cannot do it")
+            return None
+        assert self._capture is not None
+        return self._capture(step)
+
+    def _tried(self, step: Step) -> Step | None:
+        """The captured step; None, and a warning, where it cannot be captured."""
+        assert self._capture is not None
+        try:
+            return self._capture(step)
+        except launch_errors() as error:
+            _log.warning("prompts are not captured: %s", " ".join(str(error).split())[:300])
+            return None
 
     def _logits(self, ids: Tensor, kept: int | Tensor, cache: Tensor) -> Tensor:
         """kept: which logits, as transformers' `logits_to_keep`: one of each sequence."""
         from transformers import DynamicCache
 
+        from nstf.runtime.prompt_attention import prompt_attention
+
         held = DynamicCache()  # without a config: windows keep all keys
-        found = self._model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=kept)
+        with prompt_attention(self._model.config):
+            found = self._model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=kept)
         for i in range(self._layers):
             stored: Any = held.layers[i]
             cache[i, 0, :, :, : ids.shape[1]].copy_(stored.keys)

@@ -337,8 +337,19 @@ def on_gpus(path: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
+def prompts_on_gpus(path: Path, ranks: int) -> dict[str, Any]:
+    """Logits of a prompt three times, which is captured the second time, and of a shorter one, which is replayed at once."""
+    model: Any = nstf.runtime.load(path, "cuda", torch.bfloat16, tensor_parallel=ranks)
+    decoder: Any = Decoder(model)
+    ids = torch.randint(3, 1000, (1, 500), generator=torch.Generator().manual_seed(2)).to(model.device)
+    with torch.no_grad():
+        found = [decoder.prompt(some).cpu() for some in (ids, ids, ids, ids[:, :470])]
+    return {"prompts": found, "graphs": len(decoder._prompts._graphs)}
+
+
 if __name__ == "__main__" and sys.argv[2:] == ["gpus"]:
     results = on_gpus(Path(sys.argv[1]) / "larger.nstf", 2)
+    results["codes"] = prompts_on_gpus(Path(sys.argv[1]) / "codes.nstf", 2)
     torch.save(results, Path(sys.argv[1]) / f"gpu{dist.get_rank()}.pt")
     dist.destroy_process_group()
 elif __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Prompts of a captured decoder: filled up, captured when their length comes again, the same numbers either way."""
+"""Prompts of a captured decoder: filled up, and captured when their length comes again."""
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,29 +138,88 @@ def test_a_prompt_that_cannot_be_captured_runs_as_it_is(
     assert len(tried) == 1 and "not permitted" in caplog.text
 
 
-def test_a_rank_that_cannot_capture_a_prompt_stops(tiny: ModuleType, tmp_path: Path) -> None:
+class TwoRanks:
+    """In the place of this process's rank; the other one always can. events: what happened, in order."""
+
+    def __init__(self, other: bool = True) -> None:
+        self.other, self.is_alone = other, False
+        self.events: list[str] = []
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self.is_alone = True
+        yield
+        self.is_alone = False
+
+    def all_can(self, ready: bool) -> bool:
+        self.events.append(f"told {ready}")
+        return ready and self.other
+
+    def capture(self, failing: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
+        """Captures that are noted. failing: the one that fails."""
+
+        def capture(step: Callable[[], None]) -> Callable[[], None]:
+            kind = "alone" if self.is_alone else "together"
+            self.events.append(kind)
+            step()
+            if kind == failing:
+                raise RuntimeError(f"no memory {kind}")
+            return step
+
+        return capture
+
+
+@pytest.mark.parametrize(
+    ("other", "failing", "events", "warning"),
+    [
+        (True, "", ["alone", "told True", "together"], ""),
+        (False, "", ["alone", "told True"], "another rank cannot"),
+        (True, "alone", ["alone", "told False"], "no memory alone"),
+    ],
+)
+def test_ranks_try_a_capture_alone_and_then_all_capture_or_none_does(
+    other: bool,
+    failing: str,
+    events: list[str],
+    warning: str,
+    tiny: ModuleType,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, ranks = loaded(tiny, tmp_path), TwoRanks(other)
+    model.nstf_ranks = ranks
+    decoder: Any = Decoder(model, ranks.capture(failing))
+    ids = ids_of(30)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "nstf"):
+        for _ in range(4):
+            torch.testing.assert_close(decoder.prompt(ids), model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
+    assert ranks.events == events
+    assert warning in caplog.text and bool(caplog.text) == bool(warning)
+
+
+def test_a_rank_that_fails_among_the_others_stops(tiny: ModuleType, tmp_path: Path) -> None:
     """Its sums so far have met those of the others: run again, the prompt would add to other ones."""
-    model = loaded(tiny, tmp_path)
-    model.nstf_ranks = object()
-
-    def refuse(step: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("out of memory in the middle")
-
-    decoder, ids = Decoder(model, refuse), ids_of(30)
+    model, ranks = loaded(tiny, tmp_path), TwoRanks()
+    model.nstf_ranks = ranks
+    decoder, ids = Decoder(model, ranks.capture("together")), ids_of(30)
     with torch.no_grad():
         decoder.prompt(ids)
-        with pytest.raises(RuntimeError, match="in the middle"):
+        with pytest.raises(RuntimeError, match="no memory together"):
             decoder.prompt(ids)
 
 
-def test_prompts_run_as_they_are_where_nothing_is_captured(tiny: ModuleType, tmp_path: Path) -> None:
-    model, seen = loaded(tiny, tmp_path), []
-    decoder: Any = Decoder(model, Capture())
-    decoder._prompts._capture = None  # as with trellis codes
+def test_deterministic_prompts_run_as_they_are(tiny: ModuleType, tmp_path: Path) -> None:
+    """Replayed and not replayed they could round differently."""
+    model, capture = loaded(tiny, tmp_path), Capture()
+    decoder, seen = Decoder(model, capture), []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    with torch.no_grad():
-        for _ in range(3):
-            decoder.prompt(ids_of(30))
-    assert seen == [(1, 30)] * 3
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.no_grad():
+            for _ in range(3):
+                decoder.prompt(ids_of(30))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(1, 30)] * 3 and not capture.count
