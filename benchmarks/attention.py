@@ -220,8 +220,7 @@ def main() -> None:
         sys.exit("\n".join(problems) or None)
     found = profiled(model, cut, arguments.profile)
     head_dim = head_size(model)
-    stacks = hidden_in(tokenizer, cut)
-    measure = Measure(model, cut.choose, stacks)
+    measure = Measure(model, cut.choose, hidden_in(tokenizer, cut))
     report = Measure(model, cut.report)
     known: dict[bytes, int] = {}
     allowed = [*arguments.allowed, *[None] * len(arguments.budgets)]
@@ -232,7 +231,7 @@ def main() -> None:
     for budget, bound in [p for p in pairs if p != (None, None)]:
         start, processor, before = time.perf_counter(), time.process_time(), measure.evaluations
         try:
-            kept, at_answers = Kept(measure, arguments.kept), answers_of(model, stacks, found)
+            kept, at_answers = Kept(measure, arguments.kept), answers_of(model, tokenizer, Found(found, cut))
             chosen = choose(found, head_dim, kept, budget, bound, factors, at_answers)
         except BudgetError as error:
             print(f"budget {budget}, allowed {bound}: {error}", flush=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from nstf.runtime.attention_plan import LayerPlan
 from nstf_convert.measure import compare
 from nstf_convert.pipeline.attention import simulate
-from nstf_convert.pipeline.attention.retrieval import Haystack
+from nstf_convert.pipeline.attention.retrieval import Haystack, before_answers, right_answers
 from nstf_convert.streamed import StreamedModel
 
 # Neighbouring tokens are correlated; means over this many are about independent.
@@ -22,15 +22,16 @@ LOGITS = 128 * 49152
 # two models, one window each: a root mean square of 0.42 in the logarithm for the difference of two windows.
 SPREAD = 0.3
 PRIOR = 4
-# What answers lose counts so many times: a plan at 0.02 nats of text found 412 of 1000 needles where dense attention found
-# 455 (docs/attention.md), since few tokens of a text need a word far back and each needle does.
-ANSWERS = 4.0
+# What answers lose counts so many times, times the share of them that dense attention finds: a model that finds none has
+# nothing to forget. Few tokens of a text need a word far back, and each needle does (docs/attention.md).
+ANSWERS = 10.0
 
 
 @dataclass(frozen=True)
 class Loss:
     """Nats per token: the mean and its standard error. ratio: how many times the mean another text may lose, with 95 %
-    confidence. answers: the mean at the answers to what was hidden in contexts, 0 where nothing was."""
+    confidence. answers: the mean at the answers to what was hidden in contexts times the share of them that dense attention
+    finds, 0 where nothing was."""
 
     mean: float
     error: float
@@ -67,6 +68,7 @@ class Measure:
         self.evaluations = 0
         self._dense: list[Tensor] = []
         self._answers: list[Tensor] = []
+        self._found = 0.0
 
     def __call__(self, layers: Sequence[LayerPlan]) -> Loss:
         """The mean KLD over the second half of every context, where most of it lies behind a token."""
@@ -75,22 +77,23 @@ class Measure:
 
     @torch.no_grad()
     def of_answers(self, layers: Sequence[LayerPlan]) -> float:
-        """The mean KLD of a plan at the tokens of all answers; 0 without any."""
+        """The mean KLD of a plan at the tokens of all answers, times the share of the answers that dense attention finds
+        (at least that of one more); 0 without any."""
         if not self.stacks:
             return 0.0
         if not self._answers:
             self._answers = [self._answered(stack, simulate.dense) for stack in self.stacks]
+            right = [right_answers(self.model, s, h) for s, h in zip(self.stacks, self._answers, strict=True)]
+            self._found = (sum(right) + 1) / (sum(len(stack.answers) for stack in self.stacks) + 1)
         attend = simulate.by_plan(layers)
         found = []
         for stack, dense in zip(self.stacks, self._answers, strict=True):
             ids = torch.cat([stack.ids[first:end] for first, end in stack.answers])
             found.append(self._divergence(dense, self._answered(stack, attend), ids))
-        return float(torch.cat(found).mean())
+        return self._found * float(torch.cat(found).mean())
 
     def _answered(self, stack: Haystack, attend: simulate.Attend) -> Tensor:
-        """Hidden states before each token of the answers, [tokens, hidden]."""
-        hidden = self._hidden(stack.ids, attend)
-        return torch.cat([hidden[first - 1 : end - 1] for first, end in stack.answers])
+        return before_answers(stack, self._hidden(stack.ids, attend))
 
     def divergences(self, layers: Sequence[LayerPlan], start: float = 0.0) -> list[Tensor]:
         """KL(dense || planned) in nats of every context, float64, of the positions from the share `start` of it on."""

@@ -4,7 +4,7 @@ The profile belongs to the calibration: `nstf calibrate --context N` leaves it i
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ NEEDLE_CONTEXTS = 1
 # Contexts by whose needles a plan is chosen, and needles of each.
 CHOOSING_CONTEXTS = 4
 CHOOSING = 10
+# Seeds of those that measure plans, and of those that price options.
+FIRST_MEASURED, FIRST_PRICED = 2000, 3000
 PREFIX = "attention:"
 LONGEST = 0.000123457
 
@@ -176,14 +178,8 @@ def make(session: Session, model: StreamedModel) -> tuple[AttentionPlan, dict[st
         # A budget alone takes the plan that loses least, whatever that is.
         stacks = [] if allowed is None else hidden_in(session.tokenizer(), found.contexts)
         measure = Measure(model, found.contexts.choose, stacks)
-        chosen = choose(
-            found.profile,
-            head_dim,
-            measure,
-            options.kv_budget,
-            allowed,
-            at_answers=answers_of(model, stacks, found.profile),
-        )
+        at_answers = answers_of(model, session.tokenizer(), found) if stacks else None
+        chosen = choose(found.profile, head_dim, measure, options.kv_budget, allowed, at_answers=at_answers)
     with session.stages.stage("attention report"):
         plan = reported(
             model,
@@ -244,18 +240,28 @@ def reported(
 
 
 def answers_of(
-    model: StreamedModel, stacks: Sequence[Haystack], beside: Profile, seed: int = 0
+    model: StreamedModel, tokenizer: Any, found: Found, seed: int = 0
 ) -> Callable[[], Profile] | None:
-    """Makes the profile of what the options of another profile lose at the answers of these contexts; None without any."""
-    return partial(profile_of_answers, model, stacks, beside.windows, seed) if stacks else None
+    """Makes the profile of what the options of another profile lose at answers; None where contexts have no room for them.
+
+    These are other answers than those that measure (`hidden_in`), which would look better than they are.
+    """
+    filler = found.contexts.choose[-1]
+    for text in (filler[len(filler) // 2 :], filler):
+        if stacks := _hidden(tokenizer, text, found.contexts.length, FIRST_PRICED):
+            return partial(profile_of_answers, model, stacks, found.profile.windows, seed)
+    return None
 
 
 def hidden_in(tokenizer: Any, cut: Contexts) -> list[Haystack]:
-    """Contexts with needles in the text that chooses, by which a plan is chosen: a quarter as long where they have room."""
-    for length in (cut.length // 4 // BLOCK * BLOCK, cut.length):
-        if found := _stacks(
-            tokenizer, cut.choose[0], length, CHOOSING, range(2000, 2000 + CHOOSING_CONTEXTS)
-        ):
+    """Contexts with needles in the text that chooses, by which a plan is measured."""
+    return _hidden(tokenizer, cut.choose[0], cut.length, FIRST_MEASURED)
+
+
+def _hidden(tokenizer: Any, filler: Tensor, context: int, seed: int) -> list[Haystack]:
+    """A quarter as long as the contexts where they have room."""
+    for length in (context // 4 // BLOCK * BLOCK, context):
+        if found := _stacks(tokenizer, filler, length, CHOOSING, range(seed, seed + CHOOSING_CONTEXTS)):
             return found
     return []
 

@@ -64,12 +64,23 @@ def found(model: StreamedModel, stack: Haystack, attend: simulate.Attend) -> int
     """How many answers are right."""
     with simulate.attending(model.module, attend):
         hidden = model.hidden(stack.ids[None])[0]
-    right = 0
+    return right_answers(model, stack, before_answers(stack, hidden))
+
+
+def before_answers(stack: Haystack, hidden: Tensor) -> Tensor:
+    """Of hidden states [T, hidden] those before each token of the answers, [tokens, hidden]."""
+    return torch.cat([hidden[first - 1 : end - 1] for first, end in stack.answers])
+
+
+def right_answers(model: StreamedModel, stack: Haystack, before: Tensor) -> int:
+    """How many answers are right by the hidden states before their tokens, [tokens, hidden]."""
     with model.holding(model.head):
-        for first, end in stack.answers:
-            guess = model.logits(hidden[first - 1 : end - 1]).argmax(-1).cpu()
-            right += int(torch.equal(guess, stack.ids[first:end]))
-    return right
+        guesses = model.logits(before).argmax(-1).cpu()
+    lengths = [end - first for first, end in stack.answers]
+    return sum(
+        torch.equal(guess, stack.ids[first:end])
+        for guess, (first, end) in zip(torch.split(guesses, lengths), stack.answers, strict=True)
+    )
 
 
 def compared(
