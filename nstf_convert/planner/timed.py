@@ -117,8 +117,11 @@ def _within_bytes(table: _Table, cost: Array) -> tuple[NDArray[np.int64], float]
 
 
 def _least(cost: Array, other: Array) -> NDArray[np.int64]:
-    """The option of least `cost` of each unit [units, options]; of several the one of least `other`, and the first of those."""
-    return np.where(cost == cost.min(axis=1, keepdims=True), other, np.inf).argmin(axis=1)
+    """The option of least `cost` of each unit [units, options]; of several that of least `other`, the first of those."""
+    found: NDArray[np.int64] = np.argmin(
+        np.where(cost == cost.min(axis=1, keepdims=True), other, np.inf), axis=1
+    )
+    return found
 
 
 def _within_both(
