@@ -50,6 +50,7 @@ class Unfolding:
         self.side, self._share, self._symmetric = product.shape[0], share, symmetric
         self._sampled = sampled
         self._values: Tensor | None = None
+        self._energies: Tensor | None = None
         total = float(product.diagonal().sum(dtype=torch.float64))
         if self.side <= SMALL:
             self.sharpen()
@@ -74,8 +75,10 @@ class Unfolding:
     def energies(self) -> Tensor:
         """Squared singular values, falling, float64 [side], on the CPU; of a part, so that they add up to the tensor's."""
         self.sharpen()
-        assert self._values is not None
-        return self._values.cpu() * self._sampled
+        if self._energies is None:
+            assert self._values is not None
+            self._energies = self._values.cpu() * self._sampled
+        return self._energies
 
     @property
     def effective_rank(self) -> float:

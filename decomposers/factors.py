@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,24 @@ BytesOf = Callable[[Shape], int]
 
 SHORT_ROW = 16
 """A factor with three or more axes is read in rows of its last axis unless that is shorter than this."""
+
+
+class Metrics(Mapping[str, Tensor | None]):
+    """Metrics that are made when they are asked for: `encode` wants the first factor's, refits give the others."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor | None]) -> None:
+        self._names, self._make = tuple(names), cache(make)
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass(frozen=True)
@@ -60,9 +79,8 @@ class Decomposition:
         current = dict(self.factors)
         encoded: dict[str, EncodedTensor] = {}
         for name in self.factors:
-            factor, metric = current[name], self.metrics.get(name)
-            if encoded and self.refit is not None:
-                factor, metric = self.refit(name, current) or (factor, metric)
+            again = self.refit(name, current) if encoded and self.refit is not None else None
+            factor, metric = again or (current[name], self.metrics.get(name))
             encoded[name] = leaf(name, factor, metric)
             current[name] = decode(encoded[name]).to(factor.device)
         return assemble(self.kind, self.params, self.shape, encoded)

@@ -44,13 +44,18 @@ class Whitened:
     patch: Tensor | None = None
     columns: int = 0
     row_scale: Tensor | None = None
+    _covariances: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def covariance(self, axis: int) -> Tensor:
-        """The covariance on `axis`, identity where there is none."""
-        root = self.roots.get(axis)
-        if root is None:
-            return torch.eye(self.tensor.shape[axis], dtype=torch.float64, device=self.tensor.device)
-        return root @ root.T if root.ndim == 2 else torch.diag(root.square())
+        """The covariance on `axis`, identity where there is none; made once, as every factor's rounding asks for it."""
+        if axis not in self._covariances:
+            root = self.roots.get(axis)
+            if root is None:
+                made = torch.eye(self.tensor.shape[axis], dtype=torch.float64, device=self.tensor.device)
+            else:
+                made = root @ root.T if root.ndim == 2 else torch.diag(root.square())
+            self._covariances[axis] = made
+        return self._covariances[axis]
 
     def into(self, factor: Tensor, axis: int, dim: int = 0) -> Tensor:
         """A factor in whitened coordinates: L^T along its dimension `dim`, which is the tensor's `axis`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nstf.decomposers.bounds import Frontier, train_numbers
-from nstf.decomposers.factors import BytesOf, Decomposition, lead_for, unique
+from nstf.decomposers.factors import BytesOf, Decomposition, Metrics, lead_for, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
@@ -51,7 +51,7 @@ def decompose(
     cores = _tt_svd(whitened.tensor, node.ranks)
     named = {f"core{i}": _stored(whitened.out_of(c, i, 1)) for i, c in enumerate(cores)}
     refit = _Refit(whitened, node)
-    metrics = {name: refit.metric(name, named) for name in named}
+    metrics = Metrics(named, lambda name: refit.metric(name, named))
     return Decomposition(KIND, node, shape, named, metrics, refit)
 
 

@@ -14,6 +14,8 @@ A method is a module of this folder with these names; a new file is found and te
 and, where they say something,
 
     encode_many([(weight, params, stats), ...], scratch) -> list[EncodedTensor]    tensors gain from being encoded together
+    forms(weight, [params, ...], stats) -> list[Form]    what its estimates round to (rounding/estimate.py): they are then
+                  made together with those of other such methods, by `estimate_forms`
     ACROSS        that gain is there for tensors of other Hessians too, which change nothing in it: encode_many takes
                   (items, scratch, room), see below
     NAME          what users call it, where that is not the file's name
@@ -80,6 +82,20 @@ def filled(recipe: "Recipe", shape: tuple[int, ...], lead: int) -> Any:
     if "lead" in known:
         given["lead"] = lead
     return cls(**given)
+
+
+def estimate_forms(
+    wanted: "Sequence[tuple[str, Any]]", weight: "Tensor", stats: "Stats | None" = None
+) -> list[float]:
+    """The expected losses of (method, params), all of methods with `forms` and with the same `lead`: what each method's
+    `estimate_many` gives, from one sample and with one product a pass for all of them."""
+    from nstf.quantizers.rounding.estimate import expected_losses
+
+    found: dict[int, Any] = {}
+    for name in dict.fromkeys(name for name, _ in wanted):
+        at = [i for i, (other, _) in enumerate(wanted) if other == name]
+        found.update(zip(at, method(name).forms(weight, [wanted[i][1] for i in at], stats), strict=True))
+    return expected_losses(weight, wanted[0][1].lead, [found[i] for i in range(len(wanted))], stats)
 
 
 def encode_many(

@@ -21,7 +21,7 @@ from nstf.quantizers.rounding.matrix import Rounding, encode_rows, importance, m
 from nstf.quantizers.rounding.sweep import Rounded, launched_together, nearest_many, sweep_with_errors
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "forms", "proposals", "tree"]
 
 NAME = "grid"
 SAMPLE, QUICK_SAMPLE = 1 << 16, 1 << 13  # weights the table is fitted on, to encode and to estimate
@@ -114,14 +114,18 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params, all with the same `lead`."""
+    return expected_losses(weight, params[0].lead, forms(weight, params, stats), stats)
+
+
+def forms(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[Form]:
+    """What estimates round to, for each of several params: tables fitted to few weights."""
     alike: dict[Rounding, list[int]] = {}
     for i, p in enumerate(params):
         alike.setdefault(_rounding(p), []).append(i)
     tables: dict[int, Levels] = {}
     for own in alike.values():
         tables |= dict(zip(own, fit_many(weight, [params[i] for i in own], stats, QUICK_SAMPLE), strict=True))
-    forms = [Form(tables[i], p.group, _rounding(p)) for i, p in enumerate(params)]
-    return expected_losses(weight, params[0].lead, forms, stats)
+    return [Form(tables[i], p.group, _rounding(p)) for i, p in enumerate(params)]
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
@@ -165,7 +169,7 @@ def fit_many(
     best, least, under_way = list(forms), [math.inf] * len(forms), list(range(len(forms)))
     for _ in range(ROUNDS):
         rounded = _rounded(x, [(forms[i], params[i].group) for i in under_way], diagonal)
-        found = torch.stack([_sums(x, mass, *one) for one in rounded]).tolist()
+        found = _sums(x, mass, *rounded).tolist()
         for i, (*sums, lost) in zip(list(under_way), found, strict=True):
             if lost < least[i]:
                 best[i], least[i] = forms[i], lost
@@ -186,31 +190,30 @@ def fit_many(
 
 def _rounded(
     x: Tensor, forms: Sequence[tuple[Levels, int]], diagonal: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(scale of every weight, codes, errors), each [rows, cols], of rounding to each of some (levels, group)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale of every weight, codes, errors), each [forms, rows, cols], of rounding to each of some (levels, group)."""
     rows, cols = x.shape
     if len(forms) > 1 and len(launched_together(x, forms)) == 1:
         errors = x.new_empty(len(forms), rows, cols)
         scales, _, codes = nearest_many(x, forms, diagonal.to(x).contiguous(), None, errors)
-        return [
-            (per_column(s[:, : group_count(cols, g)], g, cols), c, e)
-            for s, c, e, (_, g) in zip(scales, codes, errors, forms, strict=True)
+        each = [
+            per_column(s[:, : group_count(cols, g)], g, cols) for s, (_, g) in zip(scales, forms, strict=True)
         ]
-    out = []
-    for levels, group in forms:
-        found, error = sweep_with_errors(x, levels, group, diagonal)
-        out.append((per_column(found.grid.scale, group, cols), found.codes, error))
-    return out
+        return torch.stack(each), codes, errors
+    found = [sweep_with_errors(x, levels, group, diagonal) for levels, group in forms]
+    each = [per_column(r.grid.scale, g, cols) for (r, _), (_, g) in zip(found, forms, strict=True)]
+    return torch.stack(each), torch.stack([r.codes for r, _ in found]), torch.stack([e for _, e in found])
 
 
 def _sums(x: Tensor, mass: Tensor, scale: Tensor, codes: Tensor, error: Tensor) -> Tensor:
-    """By level the sums that its best value is a quotient of, 16 and 16, and the loss: float64 [33]."""
+    """Of each form by level the sums that its best value is a quotient of, 16 and 16, and the loss: float64 [forms, 33]."""
     weighted = mass * scale
-    terms = torch.stack([weighted * x, weighted * scale]).view(2, -1).double()
+    terms = torch.stack([weighted * x, weighted * scale], 1).flatten(2).double()
     # As a product: sums by index have no fixed order on a GPU.
-    stands_for = (codes.reshape(1, -1) == torch.arange(16, device=x.device)[:, None]).double()
-    total = (error.square_() * mass).sum(dtype=torch.float64)
-    return torch.cat([(terms @ stands_for.T).view(-1), total.view(1)])
+    stands_for = (codes.flatten(1)[:, None] == torch.arange(16, device=x.device)[:, None]).double()
+    sums = torch.stack([t @ s.T for t, s in zip(terms, stands_for, strict=True)]).flatten(1)
+    lost = torch.stack([part.sum(dtype=torch.float64) for part in error.square_().mul_(mass)])
+    return torch.cat([sums, lost[:, None]], 1)
 
 
 def _levels(table: tuple[float, ...], params: Params) -> Levels:

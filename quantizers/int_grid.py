@@ -16,7 +16,7 @@ from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "forms", "proposals", "tree"]
 
 
 NAME = "int"
@@ -84,8 +84,12 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params, all with the same `lead`."""
-    forms = [Form(levels(p), p.group, _rounding(p)) for p in params]
-    return expected_losses(weight, params[0].lead, forms, stats)
+    return expected_losses(weight, params[0].lead, forms(weight, params, stats), stats)
+
+
+def forms(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[Form]:
+    """What estimates round to, for each of several params."""
+    return [Form(levels(p), p.group, _rounding(p)) for p in params]
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:

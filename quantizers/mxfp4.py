@@ -21,7 +21,7 @@ from nstf.quantizers.rounding.matrix import Rounding, encode_rows
 from nstf.quantizers.rounding.sweep import Rounded
 from nstf.quantizers.stats import Stats
 
-__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "proposals", "tree"]
+__all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "forms", "proposals", "tree"]
 
 _TABLE = tuple(sorted(set(fmt.E2M1)))  # 15 values: the two zeros are one
 LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), fit=False, refit=False)
@@ -65,8 +65,12 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params, all with the same `lead`."""
-    forms = [Form(LEVELS, fmt.BLOCK, _rounding(p)) for p in params]
-    return expected_losses(weight, params[0].lead, forms, stats)
+    return expected_losses(weight, params[0].lead, forms(weight, params, stats), stats)
+
+
+def forms(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[Form]:
+    """What estimates round to, for each of several params."""
+    return [Form(LEVELS, fmt.BLOCK, _rounding(p)) for p in params]
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:

@@ -16,9 +16,10 @@ from nstf.kernels.formats import EncodedTensor, Node, decode, join, rotated, sto
 from nstf.kernels.formats import shuffle as form
 from nstf.kernels.shuffle_encode import BLOCK
 from nstf.proposals import Recipe, Room, Signature, Target
-from nstf.quantizers.rounding.factor import factor, gains
+from nstf.quantizers.rounding.factor import Factor, gains
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.rounding.shuffle_columns import search
+from nstf.quantizers.rounding.turned import shared_factor, turned_factor
 from nstf.quantizers.stats import Stats
 
 __all__ = [
@@ -144,7 +145,7 @@ class _Plan:
         self.unit = float(2.0 ** math.floor(math.log2(max(largest, 1e-37))))
         self.metric, leaf, q = _metric(stats, params), _leaf(params), params.quarter_bits
         deviation = torch.cat([_mean_square(part / self.unit) for part in _parts(matrix)]).sqrt()
-        width = (1 - _growth(self.metric, q)) ** -0.5
+        width = (1 - _growth(self.metric.growth if self.metric else 0.0, q)) ** -0.5
         self.scale = form.read_scales(leaf, form.store_scales(leaf, deviation.float() * width))
         row_weight = torch.ones(rows, device=matrix.device) if stats.row_weight is None else stats.row_weight
         self.row_weight = row_weight.reshape(-1).to(self.scale)
@@ -199,11 +200,11 @@ def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None 
             raise ValueError("weights or row weights are NaN or infinite")
     out = []
     for p in params:
-        metric = _metric(stats, p)
-        trace = float(math.prod(weight.shape[p.lead :])) if metric is None else metric.trace
-        if metric is None and stats.hessian is not None:
+        figures = _figures(stats, p)
+        trace, growth = figures or (float(math.prod(weight.shape[p.lead :])), 0.0)
+        if figures is None and stats.hessian is not None:
             trace = float(stats.hessian.diagonal().sum())
-        lost = MSE[p.quarter_bits] * trace / (2 * (1 - _growth(metric, p.quarter_bits)))
+        lost = MSE[p.quarter_bits] * trace / (2 * (1 - _growth(growth, p.quarter_bits)))
         if not p.block:
             lost *= 1 + _beyond(matrix_view(weight, p.lead), p.quarter_bits) / MSE[p.quarter_bits]
         out.append(energies[p.lead] * lost)
@@ -269,21 +270,39 @@ def _metric(stats: Stats, params: Params) -> _Metric | None:
         return None
 
     def make() -> _Metric:
-        turned = rotated.rotate_hessian(_basis(params), hessian.float()) if params.block else hessian.float()
-        n = len(turned)
-        found = factor(torch.nn.functional.pad(turned, (0, -n % BLOCK, 0, -n % BLOCK)), params.damping)
-        kept, added = gains(found.feedback)
-        trace, lost, growth = torch.stack([found.diagonal.sum(), kept.sum(), added.sum()]).tolist()
-        return _Metric(
-            found.feedback, found.hessian, trace - found.damping * found.mean * lost, growth / len(kept)
-        )
+        found = turned_factor(hessian, _basis(params), params.damping, _up(len(hessian)))
+        return _Metric(found.feedback, found.hessian, *_of_factor(found))
 
     return stats.derived(("shuffle", params.block, params.damping), make)
 
 
-def _growth(metric: _Metric | None, quarter_bits: int) -> float:
-    """By how much feedback widens the targets, as a share of their variance; at most a half."""
-    return 0.0 if metric is None else min(0.5, MSE[quarter_bits] * metric.growth)
+def _figures(stats: Stats, params: Params) -> tuple[float, ...] | None:
+    """(trace, growth) of `_metric`, which is not kept: estimates want no more, and want it again of a Hessian read anew."""
+    hessian = stats.hessian
+    if params.rounding == "nearest" or hessian is None:
+        return None
+
+    def make() -> tuple[float, ...]:
+        return _of_factor(shared_factor(stats, hessian, _basis(params), params.damping, _up(len(hessian))))
+
+    return stats.figure(("shuffle", params.block, params.damping), make)
+
+
+def _of_factor(found: Factor) -> tuple[float, float]:
+    """(trace, growth) of the metric that a factor makes."""
+    kept, added = gains(found.feedback)
+    trace, lost, growth = torch.stack([found.diagonal.sum(), kept.sum(), added.sum()]).tolist()
+    return trace - found.damping * found.mean * lost, growth / len(kept)
+
+
+def _growth(growth: float, quarter_bits: int) -> float:
+    """By how much feedback widens the targets, as a share of their variance; at most a half. growth: of the metric."""
+    return min(0.5, MSE[quarter_bits] * growth)
+
+
+def _up(cols: int) -> int:
+    """Padded to whole blocks."""
+    return cols + -cols % BLOCK
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -28,6 +28,8 @@ class Stats:
     row_weight: Tensor | None = None
     _factors: dict[tuple[float, bool], Factor] = field(default_factory=dict, repr=False)
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    figures: dict[Hashable, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    """A few numbers of factors by key: they may outlive the Hessian, and answer for it where it is read again."""
 
     def ldl(self, damping: float = 0.01, act_order: bool = False) -> Factor:
         """The factor of the Hessian, computed once per (damping, act_order). Raises ValueError without
@@ -44,6 +46,12 @@ class Stats:
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[no-any-return]
+
+    def figure(self, key: Hashable, make: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """The few numbers that `make` gives, computed once per key; see `figures`."""
+        if key not in self.figures:
+            self.figures[key] = make()
+        return self.figures[key]
 
     def for_rows(self, row_weight: Tensor | None) -> "Stats":
         """The same Hessian with other row weights; factors are shared (q, k and v see the same inputs)."""

@@ -16,8 +16,7 @@ from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode, join, rot
 from nstf.kernels.formats import trellis as form
 from nstf.proposals import Recipe, Room, Signature, Target
 from nstf.quantizers import filled
-from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor, block_factor
-from nstf.quantizers.rounding.factor import factor
+from nstf.quantizers.rounding.block_ldlq import BLOCK, BlockFactor
 from nstf.quantizers.rounding.matrix import Rounding, matrix_view
 from nstf.quantizers.rounding.sections import (
     SMALLEST_SECTION,
@@ -27,6 +26,7 @@ from nstf.quantizers.rounding.sections import (
     weighted,
 )
 from nstf.quantizers.rounding.trellis_lanes import refit, search
+from nstf.quantizers.rounding.turned import block_figures, block_metric
 from nstf.quantizers.stats import Stats
 
 __all__ = [
@@ -207,11 +207,12 @@ def unit_loss(quarter_bits: int, weight: Tensor, params: Params, stats: Stats | 
     """
     stats = stats or Stats()
     cols = math.prod(weight.shape[params.lead :])
-    metric = _metric(stats, params, -(-cols // BLOCK) * BLOCK)
-    trace = float(cols) if metric is None else metric.trace
-    if metric is None and stats.hessian is not None:
+    known = params.rounding != "nearest"
+    figures = block_figures(stats, _basis(params), params.damping, _up(cols)) if known else None
+    trace, growth = figures or (float(cols), 0.0)
+    if figures is None and stats.hessian is not None:
         trace = float(stats.hessian.diagonal().sum())
-    return MSE[quarter_bits] * trace / (2 * (1 - _growth(metric, quarter_bits)))
+    return MSE[quarter_bits] * trace / (2 * (1 - _growth(growth, quarter_bits)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +309,7 @@ def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
     for i, (q, n) in enumerate(sizes):
         members = order[at : at + n].sort().values
         number[members] = i
-        width = WIDTH[q] * (1 - _growth(metric, q)) ** -0.5
+        width = WIDTH[q] * (1 - _growth(metric.growth if metric else 0.0, q)) ** -0.5
         scale = form.read_scales(leaf, form.store_scales(leaf, deviation[members].float() * width))
         padded = torch.nn.functional.pad(scale, (0, _up(n) - n))
         sections.append(_Section(q, members, padded, metric, [], []))
@@ -368,23 +369,13 @@ def _round(batch: list[list[_Piece]], cols: int) -> None:
 
 
 def _metric(stats: Stats, params: Params, cols: int) -> BlockFactor | None:
-    """The block factor of the Hessian in the stored basis, padded to `cols`; made once per Hessian and basis."""
-    hessian = stats.hessian
-    if params.rounding == "nearest" or hessian is None:
-        return None
-
-    def make() -> BlockFactor:
-        turned = rotated.rotate_hessian(_basis(params), hessian.float()) if params.block else hessian.float()
-        square = turned.new_zeros(cols, cols)
-        square[: turned.shape[0], : turned.shape[0]] = turned
-        return block_factor(factor(square, params.damping))
-
-    return stats.derived(("trellis", params.block, params.damping, cols), make)
+    """The block factor of the Hessian in the stored basis, padded to `cols`."""
+    return None if params.rounding == "nearest" else block_metric(stats, _basis(params), params.damping, cols)
 
 
-def _growth(metric: BlockFactor | None, quarter_bits: int) -> float:
-    """By how much feedback widens the targets, as a share of their variance; at most a half."""
-    return 0.0 if metric is None else min(0.5, MSE[quarter_bits] * metric.growth)
+def _growth(growth: float, quarter_bits: int) -> float:
+    """By how much feedback widens the targets, as a share of their variance; at most a half. growth: of the metric."""
+    return min(0.5, MSE[quarter_bits] * growth)
 
 
 def _up(size: int) -> int:

@@ -85,22 +85,43 @@ def _table(units: Sequence[Sequence[Option]], budget: int, bound: float) -> tupl
 
 def _within_bytes(table: _Table, cost: Array) -> tuple[NDArray[np.int64], float]:
     """(the choice of least `cost` [units, options] within the bytes up to one unit's step, the price of a byte)."""
-    cheapest = np.lexsort((cost, table.size), axis=1)[:, 0]
-    choice = np.lexsort((table.size, cost), axis=1)[:, 0]
+    choice = _least(cost, table.size)
     if table.totals(choice)[0] <= table.budget:
         return choice, 0.0
+    cheapest = _least(table.size, cost)
     finite = cost[np.isfinite(cost)]
     spread = max(float(finite.max() - finite.min()), 1e-30)
     low, high = np.log(spread * 1e-16 / table.budget), np.log(spread * 1e6)
-    best = cheapest
+    best, large = cheapest, None  # `large`: the last choice that did not fit
+    within = False
+    # A unit that takes one option at both ends of the bisection takes it in between: the others alone are asked again.
+    open_units, sizes, costs, settled = np.arange(len(choice)), table.size, cost, 0.0
     for _ in range(_ROUNDS_BYTES):
         middle = (low + high) / 2
-        choice = np.argmin(cost + np.exp(middle) * table.size, axis=1)
-        if table.totals(choice)[0] <= table.budget:
-            high, best = middle, choice
+        asked = np.argmin(costs + np.exp(middle) * sizes, axis=1)
+        fits = settled + float(sizes[np.arange(len(asked)), asked].sum()) <= table.budget
+        choice = choice.copy()
+        choice[open_units] = asked
+        if fits:
+            high, best, within = middle, choice, True
         else:
-            low = middle
+            low, large = middle, choice
+        if within and large is not None:
+            same = best[open_units] == large[open_units]
+            if same.any():
+                kept = open_units[same]
+                settled += float(table.size[kept, best[kept]].sum())
+                choice, open_units = best, open_units[~same]
+                sizes, costs = table.size[open_units], cost[open_units]
     return best, float(np.exp(high))
+
+
+def _least(cost: Array, other: Array) -> NDArray[np.int64]:
+    """The option of least `cost` of each unit [units, options]; of several that of least `other`, the first of those."""
+    found: NDArray[np.int64] = np.argmin(
+        np.where(cost == cost.min(axis=1, keepdims=True), other, np.inf), axis=1
+    )
+    return found
 
 
 def _within_both(
@@ -130,23 +151,31 @@ def _filled(
     table: _Table, choice: NDArray[np.int64], cost: Array, check_time: bool = True
 ) -> NDArray[np.int64]:
     """The choice after every change of one unit that lowers `cost` and fits what is left, the best for its price first."""
-    choice, rows = choice.copy(), np.arange(len(choice))
+    choice, every = choice.copy(), np.arange(len(choice))
+
+    def changes(units: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """(bytes more, seconds more, gain for their price; none where nothing is gained) of each option of some units."""
+        now = units, choice[units]
+        gain = np.maximum(cost[now][:, None] - cost[units], -1.0)  # finite also where there is no option
+        more = table.size[units] - table.size[now][:, None]
+        slower = table.seconds[units] - table.seconds[now][:, None]
+        price = np.maximum(more, 0) / table.budget
+        if check_time:
+            price = price + np.maximum(slower, 0) / table.bound
+        return more, slower, np.where(gain > 0, gain / np.maximum(price, 1e-12), -np.inf)
+
+    more, slower, worth = changes(every)
     for _ in range(4 * len(choice)):
         size, _, seconds = table.totals(choice)
-        gain = np.maximum(cost[rows, choice][:, None] - cost, -1.0)  # finite also where there is no option
-        more = table.size - table.size[rows, choice][:, None]
-        slower = table.seconds - table.seconds[rows, choice][:, None]
-        fits = (gain > 0) & (size + more <= table.budget)
+        fits = (worth > -np.inf) & (size + more <= table.budget)
         if check_time:
             fits &= seconds + slower <= table.bound
         if not fits.any():
             break
-        price = np.maximum(more, 0) / table.budget
-        if check_time:
-            price = price + np.maximum(slower, 0) / table.bound
-        worth = np.where(fits, gain / np.maximum(price, 1e-12), -np.inf)
-        u, i = np.unravel_index(int(np.argmax(worth)), worth.shape)
+        u, i = np.unravel_index(int(np.argmax(np.where(fits, worth, -np.inf))), worth.shape)
         choice[u] = i
+        # The others' changes are still what they were.
+        more[u], slower[u], worth[u] = (part[0] for part in changes(every[u : u + 1]))
     return choice
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def _merged(found: list[list[int]], cost: Tensor) -> list[list[int]]:
     """[rate, tiles] of sections, those that are too small joined to the neighbour that costs least. cost: [tiles, rates]."""
     if len(found) == 1 or min(n for _, n in found) >= SMALLEST_SECTION // form.SIDE:
         return found
-    cumulative = torch.cat([cost.new_zeros(1, cost.shape[1]), cost.cumsum(0)]).tolist()
+    cumulative = np.pad(np.cumsum(cost.numpy(), 0), ((1, 0), (0, 0))).tolist()
     while len(found) > 1 and min(n for _, n in found) < SMALLEST_SECTION // form.SIDE:
         at = min(range(len(found)), key=lambda i: found[i][1])
         start = sum(n for _, n in found[:at])

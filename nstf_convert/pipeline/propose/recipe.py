@@ -27,6 +27,8 @@ __all__ = [
     "encode_many",
     "estimate",
     "estimate_many",
+    "estimate_together",
+    "has_forms",
     "on_device",
     "permuted",
     "size_of",
@@ -141,6 +143,17 @@ def estimate_many(wanted: Sequence[Recipe], weight: Tensor, stats: Stats, lead: 
     """`estimate` for several recipes of one quantiser."""
     params = [filled(r, tuple(weight.shape), lead) for r in wanted]
     return quantizers.method(wanted[0].method).estimate_many(weight, params, stats)  # type: ignore[no-any-return]
+
+
+def has_forms(recipe: Recipe) -> bool:
+    """Whether a quantiser's recipe may be estimated together with those of others (`estimate_together`)."""
+    return hasattr(quantizers.method(recipe.method), "forms")
+
+
+def estimate_together(wanted: Sequence[Recipe], weight: Tensor, stats: Stats, lead: int) -> list[float]:
+    """`estimate` for recipes of several quantisers that have forms."""
+    shape = tuple(weight.shape)
+    return quantizers.estimate_forms([(r.method, filled(r, shape, lead)) for r in wanted], weight, stats)
 
 
 def trellis_rates(recipe: Recipe) -> set[int]:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,6 +153,7 @@ class Statistics:
         self._file, self._device = file, device or torch.device("cpu")
         self._key_of: dict[str, str] = {}
         self._recent = threading.local()
+        self._figures: dict[str, dict[Hashable, tuple[float, ...]]] = {}  # of Hessians that were dropped
         self._typical = 1.0
         if file is not None:
             for key, entry in file.metadata["hessians"].items():
@@ -225,10 +226,9 @@ class Statistics:
                 f"the Hessian of {key} was not kept with the calibration: remove the work directory and run again"
             )
         if getattr(self._recent, "key", None) != key:
-            self._recent.key, self._recent.stats = (
-                key,
-                Stats(self._file.get(f"hessian:{key}").to(self._device)),
-            )
+            hessian = self._file.get(f"hessian:{key}").to(self._device)
+            self._recent.key = key
+            self._recent.stats = Stats(hessian, figures=self._figures.setdefault(key, {}))
         return self._recent.stats  # type: ignore[no-any-return]
 
     def forget(self) -> None:

@@ -5,9 +5,10 @@ import os
 import random
 import signal
 
+import numpy as np
 import pytest
 
-from nstf_convert.planner import Infeasible, Option, TooSlow, allocate, allocation, lower_hull, pareto
+from nstf_convert.planner import Infeasible, Option, TooSlow, allocate, allocation, lower_hull, pareto, timed
 
 
 def _units(seed: int, count: int, options: int) -> list[list[Option]]:
@@ -202,3 +203,33 @@ def test_the_program_is_given_all_options_of_the_best_choice(monkeypatch) -> Non
         worth = allocation._worth_asking(units, choice, multiplier, budget)
         near_enough = loss[0] - loss[1] <= allocation.GAP * loss[0]
         assert near_enough or all(i in found for i, found in zip(best, worth, strict=True))
+
+
+def _plain_bisection(table, cost):
+    """What `timed._within_bytes` gives, with every unit asked in every round."""
+    choice = np.lexsort((table.size, cost), axis=1)[:, 0]
+    if table.totals(choice)[0] <= table.budget:
+        return choice, 0.0
+    best, finite = np.lexsort((cost, table.size), axis=1)[:, 0], cost[np.isfinite(cost)]
+    spread = max(float(finite.max() - finite.min()), 1e-30)
+    low, high = np.log(spread * 1e-16 / table.budget), np.log(spread * 1e6)
+    for _ in range(timed._ROUNDS_BYTES):
+        middle = (low + high) / 2
+        choice = np.argmin(cost + np.exp(middle) * table.size, axis=1)
+        if table.totals(choice)[0] <= table.budget:
+            high, best = middle, choice
+        else:
+            low = middle
+    return best, float(np.exp(high))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bisection_of_open_units_finds_what_one_of_all_does(seed: int) -> None:
+    units = _units(seed, 30, 12)
+    units[0] = units[0][:3]  # of fewer options than the others
+    smallest = sum(min(o.size_bytes for o in u) for u in units)
+    for more in (0, 50, 2000, 10**6):
+        table, _ = timed._table(units, smallest + more, 1.0)
+        found, price = timed._within_bytes(table, table.loss)
+        expected, expected_price = _plain_bisection(table, table.loss)
+        assert found.tolist() == expected.tolist() and price == expected_price

@@ -1,0 +1,56 @@
+"""Estimates: those of several methods made together, and figures of factors that outlive their Hessian."""
+
+import pytest
+import torch
+
+from nstf import quantizers
+from nstf.proposals import Recipe
+from nstf.quantizers import estimate_forms, filled, shuffle, trellis
+from nstf.quantizers.rounding import turned
+from nstf.quantizers.stats import Stats
+
+
+def _stats(cols: int, rows: int, figures: dict | None = None) -> Stats:
+    inputs = torch.randn(4 * cols, cols) * torch.linspace(0.2, 2.0, cols)
+    weights = torch.linspace(0.5, 1.5, rows)
+    return Stats(inputs.T @ inputs / len(inputs), weights, figures={} if figures is None else figures)
+
+
+def test_forms_of_several_methods_are_estimated_together_as_apart() -> None:
+    weight = torch.randn(48, 96)
+    stats = _stats(96, 48)
+    recipes = [
+        Recipe("int_grid", {"bits": 3, "group": 32, "scale_bits": 8}),
+        Recipe("fp8", {"group": 0}),
+        Recipe("int_grid", {"bits": 4, "group": 0}),
+        Recipe("grid16", {"group": 32, "scale_bits": 8}),
+        Recipe("mxfp4"),
+        Recipe("grid16", {"group": 64, "scale_bits": 8}),
+    ]
+    wanted = [(r.method, filled(r, (48, 96), 1)) for r in recipes]
+    apart = [quantizers.method(name).estimate(weight, params, stats) for name, params in wanted]
+    assert estimate_forms(wanted, weight, stats) == pytest.approx(apart, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", [trellis, shuffle])
+def test_figures_answer_for_a_hessian_that_was_read_again(method, monkeypatch) -> None:
+    weight, known = torch.randn(64, 64), {}
+    stats = _stats(64, 64, known)
+    params = method.Params(quarter_bits=12, block=64, rounding="ldlq")
+    first = method.estimate(weight, params, stats)
+
+    def again(*_):
+        raise AssertionError("the Hessian was factored once more")
+
+    monkeypatch.setattr(turned, "factor", again)
+    read_again = Stats(stats.hessian, stats.row_weight, figures=known)
+    assert method.estimate(weight, params, read_again) == first
+
+
+def test_formats_of_one_basis_share_a_factor(monkeypatch) -> None:
+    weight, stats, made = torch.randn(64, 64), _stats(64, 64), []
+    real = turned.factor
+    monkeypatch.setattr(turned, "factor", lambda *given: made.append(1) or real(*given))
+    for method in (trellis, shuffle):
+        method.estimate(weight, method.Params(quarter_bits=12, block=64, rounding="ldlq"), stats)
+    assert len(made) == 1
