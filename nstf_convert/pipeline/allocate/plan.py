@@ -87,8 +87,10 @@ def plan_mix(
         left_over = target - allocation.size_bytes
         if (finish and 0 <= spare < SPARE_BYTES + 2 * left_over) or (not exact and spare >= 0):
             break
-        # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much.
-        target += spare - (0 if spare < 0 else 32)
+        # Prices overstate the header by a few bytes a tensor; hand those back, or take back what is too much. Counted from
+        # what was chosen: bytes that the choice left over are no price, and would take the next rounds past the budget or
+        # back to the same choice.
+        target = allocation.size_bytes + spare - (0 if spare < 0 else 32)
     if best is None and not table.candidates:
         raise _impossible(session, budget_bytes, fixed)
     if best is None:
