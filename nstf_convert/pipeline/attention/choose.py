@@ -130,15 +130,17 @@ def _within(chooser: Chooser, budget: float, allowed: float = math.inf) -> Chose
     for _ in range(STEPS):
         if best.loss.upper <= allowed or not chooser.heed_answers(second, last.loss):
             break
-        second = chooser.within(budget_bytes)
+        before, second = second, chooser.within(budget_bytes)
+        if [c.group for c in second] == [c.group for c in before]:
+            break
         last = chooser.measured(second)
         best = _least([best, last], allowed)
     return _best(best, chooser.rivals(budget_bytes), chooser.profile, allowed)
 
 
 def _least(measured: Sequence[Chosen], allowed: float) -> Chosen:
-    """What loses least on text; what loses more at answers, or elsewhere, than is allowed comes last."""
-    return min(measured, key=lambda c: (c.loss.upper > allowed, c.loss.mean))
+    """What loses least on text; what may lose more than is allowed, at answers or elsewhere, comes last."""
+    return min(measured, key=lambda c: (c.loss.upper if c.loss.upper > allowed else 0.0, c.loss.mean))
 
 
 def _best(found: Chosen, rivals: Sequence[Chosen], profile: Profile, allowed: float) -> Chosen:

@@ -120,8 +120,10 @@ class Chooser:
 
     def heed_answers(self, chosen: Sequence[Choice], loss: Loss) -> bool:
         """From here on options are priced by what they lose on text and at answers, as this plan was measured to; False
-        where they are not: answers lose less than text, or are not known."""
-        if self.at_answers is None or (self.answers is None and loss.of_answers <= loss.of_text):
+        where they are not: answers lose less than text, or are not known, or nothing measured is a number."""
+        if self.at_answers is None or not math.isfinite(loss.upper):
+            return False
+        if self.answers is None and loss.of_answers <= loss.of_text:
             return False
         if self.answers is None:
             self.answers = self.at_answers()
@@ -191,6 +193,7 @@ class Chooser:
         return self.within(high)
 
     def size(self, chosen: Sequence[Choice]) -> int:
+        """Bytes of the cache at the profile's context."""
         return sum(group_bytes(c.group, self.head_dim, self.profile.context) for c in chosen)
 
     def measured(self, chosen: Sequence[Choice], is_uniform: bool = False) -> Chosen:

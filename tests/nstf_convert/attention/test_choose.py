@@ -307,3 +307,17 @@ def test_answers_are_not_profiled_where_they_lose_less_than_text() -> None:
 
     found = profile()
     assert choose(found, SIZE, Truth(found), 0.6, 0.005, at_answers=never).loss.upper <= 0.005
+
+
+def test_what_is_no_number_at_answers_is_refused_and_prices_nothing() -> None:
+    found = profile()
+    plain, calls = Truth(found), 0
+
+    def measure(layers: Sequence[LayerPlan]) -> Loss:
+        nonlocal calls
+        calls += 1
+        return replace(plain(layers), answers=float("nan"))
+
+    with pytest.raises(BudgetError, match="at answers"):
+        choose(found, SIZE, measure, 0.3, 0.02, at_answers=lambda: found)
+    assert calls < 12
