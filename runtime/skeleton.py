@@ -251,7 +251,7 @@ def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
 
 
 class _SmallBuffers(TorchFunctionMode):
-    """Refuses to fill a tensor larger than any of the model could be; parameters, which are only allocated, pass."""
+    """Refuses a tensor larger than all of the file together, also where only its memory is asked for, as of a parameter."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -261,11 +261,11 @@ class _SmallBuffers(TorchFunctionMode):
         kwargs = kwargs or {}
         size = _elements(func, args, kwargs)
         if size > self._most:
-            raise ValueError(f"it computes a tensor of {size} elements, above {self._most}")
+            raise ValueError(f"it makes a tensor of {size} elements, beyond the file's tensors")
         return func(*args, **kwargs)
 
 
-_FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
+_FILLED = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
 _ELEMENTWISE = frozenset(
     "mul rmul multiply div truediv rtruediv true_divide divide add radd sub rsub subtract pow rpow".split()
 )
