@@ -270,6 +270,8 @@ _ELEMENTWISE = frozenset(
     "mul rmul multiply div truediv rtruediv true_divide divide add radd sub rsub subtract pow rpow".split()
 )
 
+_COPIES = ("flatten", "reshape", "contiguous", "clone")
+
 
 def _broadcast(operands: Any) -> int:
     """Elements of what two tensors that are not of one shape make together; 0 where they, or what they make, are on meta."""
@@ -296,8 +298,11 @@ def _elements(func: Any, args: Any, kwargs: Any) -> int:
         return int(abs(float(last) - float(first)) / max(abs(float(step)), 1e-9)) if last is not None else 0
     if func in (torch.outer, torch.kron, torch.einsum):
         return math.prod(x.numel() for x in args if isinstance(x, torch.Tensor))
-    if getattr(func, "__name__", "").strip("_") in _ELEMENTWISE:  # positions by frequencies, say
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _ELEMENTWISE:  # positions by frequencies, say
         return _broadcast(args[:2])
+    if name in _COPIES and isinstance(args[0], torch.Tensor) and args[0].device.type != "meta":
+        return args[0].numel()  # of a grid, which takes no memory before
     if func in _FILLED:
         shape = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if type(a) is int]
         shape = [*shape, *shape] if func is torch.eye and len(shape) == 1 else shape

@@ -95,6 +95,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 10**6},
     },
     "a thousand layers that are not there": {**LLAMA, "num_hidden_layers": 1000},
+    "points, each in a list": {"architectures": ["DFineModel"], "model_type": "d_fine", "decoder_n_points": [2**30] * 3},
+    "levels": {"architectures": ["Deimv2Model"], "model_type": "deimv2", "num_feature_levels": 2**31},
+    "quantisers": {"architectures": ["MimiModel"], "model_type": "mimi", "num_quantizers": 65_536},
     "labels as a list": {**LLAMA, "id2label": [1] * 100},
     "labels by the hundred thousand": {**LLAMA, "id2label": {str(i): str(i) for i in range(100_000)}},
 }  # fmt: skip
@@ -279,6 +282,10 @@ def test_lists_of_settings_by_layer_are_not_taken_for_layers(made: Callable[...,
 UNNAMED: dict[str, dict[str, Any]] = {
     "channels": {"architectures": ["VJEPA2Model"], "model_type": "vjepa2", "hidden_size": 32, "in_chans": 2**31},
     "reductions": {"architectures": ["GLPNModel"], "model_type": "glpn", "sr_ratios": [65536] * 4},
+    "a grid": {
+        "architectures": ["Sam2VideoModel"], "model_type": "sam2_video",
+        "memory_attention_rope_feat_sizes": [65536, 65536],
+    },
     "positions": {
         "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,
     },
