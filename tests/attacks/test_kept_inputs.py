@@ -1,13 +1,16 @@
 """No command writes over a file that it reads, with --force neither: one line, exit code 2, the file as it was."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy
 import pytest
+from safetensors.torch import load_file
 
 import nstf_convert
-from nstf.errors import UsageError
+from nstf.errors import CorruptError, UsageError
+from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.cli import run
 from nstf_convert.export.writing import MARK
 
@@ -212,8 +215,11 @@ def test_an_export_of_a_folder_keeps_weights_that_the_source_has_in_it(
 def test_a_shard_has_no_name_of_ours(folder: Path) -> None:
     """It would be taken for an older artifact, and be replaced."""
     (folder / "model" / "model.safetensors").rename(folder / "model" / "old.nstf")
-    index = '{"weight_map": {"model.norm.weight": "old.nstf"}}'
+    names = load_file(folder / "model" / "old.nstf")
+    index = json.dumps({"weight_map": dict.fromkeys(names, "old.nstf")})
     (folder / "model" / "model.safetensors.index.json").write_text(index)
     before = contents(folder)
-    assert run([*CONVERT, "--restart", "-o", "model/old.nstf"]) in (2, 5)
+    with pytest.raises(CorruptError, match=r"the shard 'old.nstf' does not end in .safetensors"):
+        open_checkpoint(folder / "model")
+    assert run(["convert", "model", "--budget", "0.5", "--force", "-o", "model/old.nstf"]) == 5
     assert contents(folder) == before
