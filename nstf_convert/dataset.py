@@ -23,6 +23,8 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
 BLOCK_CHARS = 16 << 20
 POOL_CHARS = 64 << 20
+# What a document counts for beside its characters, a blank one too: about what it takes in memory, and a little time.
+DOCUMENT_CHARS = 100
 FINGERPRINT_SAMPLE = 64 << 20
 # About two windows of English: small enough that a few windows come from many places of a long text.
 PIECE_CHARS_PER_TOKEN = 8
@@ -67,7 +69,8 @@ def fingerprint(path: str | Path) -> str:
         name = "" if file == root else file.relative_to(root).as_posix()
         with _read_errors(file), file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
-            digest.update(f"{len(name)}:{name}:{size}:".encode())
+            # A name need not be text.
+            digest.update(f"{len(name)}:{name}:{size}:".encode("utf-8", "surrogateescape"))
             if size > 2 * FINGERPRINT_SAMPLE:
                 digest.update(stream.read(FINGERPRINT_SAMPLE))
                 stream.seek(size - FINGERPRINT_SAMPLE)
@@ -114,7 +117,7 @@ def tokenise_windows(
     if width < 1:
         raise UsageError(f"windows of {seq_len} tokens leave no room for text; make them longer")
     texts = _pool(documents, 64 * (n_fit + n_held_out) * width)
-    pieces = [list(_pieces(text, max(512, PIECE_CHARS_PER_TOKEN * width))) for text in texts]
+    pieces = [tuple(_pieces(text, max(512, PIECE_CHARS_PER_TOKEN * width))) for text in texts]
     encode = _encoder(tokenizer)
     needed_fit, needed_held = n_fit * width, n_held_out * width
     parts = _by_documents(pieces, encode, needed_fit, needed_held, seed)
@@ -284,16 +287,20 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
         raise UsageError(f"the dataset {file} cannot be read as parquet ({text}); write it again") from error
 
 
-def _pool(documents: Iterable[str], wanted_chars: int) -> list[str]:
-    """Documents until there is far more text than needed, so that a huge dataset is not read to its end."""
-    limit, texts, size = max(POOL_CHARS, wanted_chars), [], 0
+def first_documents(documents: Iterable[str], most_chars: int) -> Iterator[str]:
+    """Documents with text in them, until all that were read make `most_chars`: a huge dataset is not read to its end."""
+    size = 0
     for text in documents:
-        if text.strip():
-            texts.append(text)
-            size += len(text)
-        if size >= limit:
-            break
-    return texts
+        if not text.isspace() and text:
+            yield text
+        size += len(text) + DOCUMENT_CHARS
+        if size >= most_chars:
+            return
+
+
+def _pool(documents: Iterable[str], wanted_chars: int) -> list[str]:
+    """Documents until there is far more text than needed."""
+    return list(first_documents(documents, max(POOL_CHARS, wanted_chars)))
 
 
 def _pieces(text: str, size: int) -> Iterator[str]:

@@ -1,7 +1,10 @@
 """No file that is written takes the place of one that is read, with --force neither, or of one that came meanwhile."""
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
@@ -18,24 +21,66 @@ RESULTS = re.compile(r"(?:calibration|float32|heal-[0-9a-f]{16})\.safetensors|jo
 
 def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "the output") -> None:
     """Raises UsageError where `path`, `what` for messages, is one of the inputs, a file of one that is a folder, or one that
-    is read with a model's file."""
+    is read with a model's file; by another name or through a link, too."""
     place = path.resolve()
     for source in inputs:
-        if source is None or not _is_there(Path(source)):  # a hub name
+        if source is None:
             continue
-        if place == Path(source).resolve():
+        if not _is_there(Path(source)):  # a hub name
+            if _is_cached(place, str(source)):
+                raise UsageError(f"{what} {path} lies where {source} is kept: put it elsewhere")
+            continue
+        given = Path(source)
+        if same_file(place, given):
             raise UsageError(f"{what} {path} is the input{_named(path, source)}: give another name")
-        if place in _beside(Path(source), path):
+        if any(same_file(place, file) for file in _beside(given, place)):
             raise UsageError(f"{what} {path} is read with {source}: give another name")
-        if (
-            Path(source).is_dir()
-            and Path(source).resolve() in place.parents
-            and (path.suffix.lower() in FOREIGN or path.exists())
-            and path.suffix.lower() not in _OURS
-        ):
+        if not given.is_dir():
+            continue
+        inside = given.resolve() in place.parents
+        if inside and (path.suffix.lower() in FOREIGN or path.exists()) and path.suffix.lower() not in _OURS:
             raise UsageError(
                 f"{what} {path} would become part of the folder {source} that is read: put it elsewhere"
             )
+        if place.exists() and (file := _entry(given, place.stat())) is not None:
+            raise UsageError(f"{what} {path} is read as {file}: give another name")
+
+
+def same_file(first: Path, second: Path) -> bool:
+    """Whether two paths lead to one file, or will."""
+    try:
+        return first.resolve() == second.resolve() or first.samefile(second)
+    except OSError:
+        return False
+
+
+def _entry(folder: Path, wanted: os.stat_result) -> str | None:
+    """The path in a folder, or in its folders, that leads to a file: a link in the hub's cache, say."""
+    for entry in _entries(folder):
+        if entry.is_symlink() or entry.inode() == wanted.st_ino:
+            with suppress(OSError):  # a link that leads nowhere
+                if os.path.samestat(wanted, entry.stat()):
+                    return entry.path
+    return None
+
+
+def _entries(folder: str | Path) -> Iterator["os.DirEntry[str]"]:
+    """What lies in a folder and in its folders, but for files that nobody reads as part of it."""
+    try:
+        found = list(os.scandir(folder))
+    except OSError:  # those who read it say that
+        return
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _entries(entry.path)
+        elif Path(entry.name).suffix.lower() not in _OURS:
+            yield entry
+
+
+def _is_cached(place: Path, name: str) -> bool:
+    """Whether a place belongs to what the hub's cache keeps of a name."""
+    folders = {f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")}
+    return any(folder.name in folders for folder in place.parents)
 
 
 def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> None:
@@ -59,23 +104,25 @@ def check_still_free(output: Path, force: bool) -> None:
         )
 
 
-def _beside(source: Path, path: Path) -> list[Path]:
-    """The files that a model's file is read with, where `path` lies in its folder."""
-    folder = source.absolute().parent
-    if path.absolute().parent.resolve() != folder.resolve():
-        return []
+def _beside(source: Path, place: Path) -> list[Path]:
+    """The files that a model is read with, as far as they may be at `place`."""
+    if source.is_dir():
+        return [file for model in source.glob("*.onnx") for file in _beside(model, place)]
     if source.suffix == ".onnx":
         from nstf_convert.checkpoint import open_checkpoint
 
-        if not path.exists() or path.suffix.lower() in _OURS:
+        if not place.exists():
             return []
         with open_checkpoint(source) as model:
-            return [file.resolve() for file in model.paths()]
+            return model.paths()
+    if source.suffix == ".nstf":
+        return list(source.parent.glob(f"{escape(source.stem)}.*.tiles.json"))  # measured for GPUs
     if source.suffix not in _WEIGHTS:
         return []
     from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
 
-    return [(folder / name).resolve() for name in ("config.json", *SETTINGS, *CONTENT)]
+    folder = source.absolute().parent
+    return [folder / name for name in ("config.json", *SETTINGS, *CONTENT)]
 
 
 def _is_there(path: Path) -> bool:

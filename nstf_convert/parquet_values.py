@@ -2,7 +2,8 @@
 
 A dictionary keeps once what every row repeats, and compression keeps its letters once. So values stay in the dictionary
 until they are asked for, and what unpacks to far more than it takes is refused. pyarrow itself unpacks one page (2 GiB at
-most) before anything can be asked of it, if the sizes that the file states are not true.
+most) before anything can be asked of it, if the sizes that the file states are not true, and of a row that
+is a list all entries, of which no size tells.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ ROWS = 256
 MOST_TIMES, ALWAYS_BYTES = 256, 64 << 20
 # Text of rows that are made at a time, and of a single one.
 BATCH_BYTES, ROW_BYTES = 64 << 20, 256 << 20
+# What an entry of a list takes beside its text, a null too.
+ENTRY_BYTES = 64
+# Rows that are read of a file of fewer bytes: 2,600 bytes can hold 2^30 nulls.
+ALWAYS_ROWS = 1 << 22
 
 
 def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
@@ -24,7 +29,8 @@ def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
 
     whole = table.metadata
     leaves = [i for i in range(whole.num_columns) if _root(table, i) == column]
-    most = max(ALWAYS_BYTES, MOST_TIMES * Path(where).stat().st_size)
+    size_bytes = Path(where).stat().st_size
+    most, rows_left = max(ALWAYS_BYTES, MOST_TIMES * size_bytes), max(ALWAYS_ROWS, size_bytes)
     for number in range(whole.num_row_groups):
         # Of all columns together: asked about one of them, pyarrow ends the process where its statistics are damaged.
         if whole.row_group(number).total_byte_size > most:
@@ -39,6 +45,11 @@ def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
         # Of one group at a time: each has a dictionary of its own, and lists of texts of two are not read.
         for number in range(whole.num_row_groups):
             for batch in opened.iter_batches(batch_size=ROWS, row_groups=[number], columns=[column]):
+                rows_left -= len(batch)
+                if rows_left < 0:
+                    raise UsageError(
+                        f"the dataset {where}: it has more rows than bytes; write it again without what is repeated"
+                    )
                 yield from _values(batch.column(0), where)
 
 
@@ -73,7 +84,8 @@ def _unpacked(rows: Any) -> int:
         largest = compute.max(compute.binary_length(rows.dictionary)).as_py() if len(rows.dictionary) else 0
         return len(rows) * int(largest or 0)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return _unpacked(rows.flatten())
+        entries = rows.flatten()
+        return ENTRY_BYTES * len(entries) + _unpacked(entries)
     if pyarrow.types.is_struct(kind):
         return sum(_unpacked(part) for part in rows.flatten())
     return int(rows.nbytes)

@@ -33,6 +33,7 @@ from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton
 from nstf.runtime.staging import Staging
 from nstf.runtime.tensors import named_dtype
+from nstf.runtime.torch_state import usual_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,8 +92,9 @@ def load(
         check_options(attention, kv_cache)
         device = local_device(device)
     device = stated_device(device)
-    # In inference mode tensors have no versions, by which the engine tells whether they were changed.
-    with torch.inference_mode(False):
+    with (
+        usual_thread()
+    ):  # in inference mode tensors have no versions, by which the engine sees that they were changed
         ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
         if ranks is not None:
             peer_sums.make(ranks, device)

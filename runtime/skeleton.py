@@ -251,7 +251,7 @@ def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
 
 
 class _SmallBuffers(TorchFunctionMode):
-    """Refuses to fill a tensor larger than any of the model could be; parameters, which are only allocated, pass."""
+    """Refuses a tensor larger than all of the file together, also where only its memory is asked for, as of a parameter."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -261,14 +261,16 @@ class _SmallBuffers(TorchFunctionMode):
         kwargs = kwargs or {}
         size = _elements(func, args, kwargs)
         if size > self._most:
-            raise ValueError(f"it computes a tensor of {size} elements, above {self._most}")
+            raise ValueError(f"it makes a tensor of {size} elements, beyond the file's tensors")
         return func(*args, **kwargs)
 
 
-_FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
+_FILLED = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
 _ELEMENTWISE = frozenset(
     "mul rmul multiply div truediv rtruediv true_divide divide add radd sub rsub subtract pow rpow".split()
 )
+
+_COPIES = ("flatten", "reshape", "contiguous", "clone")
 
 
 def _broadcast(operands: Any) -> int:
@@ -296,8 +298,11 @@ def _elements(func: Any, args: Any, kwargs: Any) -> int:
         return int(abs(float(last) - float(first)) / max(abs(float(step)), 1e-9)) if last is not None else 0
     if func in (torch.outer, torch.kron, torch.einsum):
         return math.prod(x.numel() for x in args if isinstance(x, torch.Tensor))
-    if getattr(func, "__name__", "").strip("_") in _ELEMENTWISE:  # positions by frequencies, say
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _ELEMENTWISE:  # positions by frequencies, say
         return _broadcast(args[:2])
+    if name in _COPIES and isinstance(args[0], torch.Tensor) and args[0].device.type != "meta":
+        return args[0].numel()  # of a grid, which takes no memory before
     if func in _FILLED:
         shape = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if type(a) is int]
         shape = [*shape, *shape] if func is torch.eye and len(shape) == 1 else shape

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError
+from nstf.runtime.artifact.config import MAX_LABELS
 
 MAX_DEPTH = 6
 MAX_ITEMS = 200_000
-MAX_LABELS = 1_000_000
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,79}")
 WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,80}")
 

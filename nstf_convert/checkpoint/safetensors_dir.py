@@ -11,11 +11,21 @@ from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.header import TORCH_NAMES, parse_header
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.memory import empty
-from nstf_convert.checkpoint.paths import exists, member, open_regular, pread_all, read_into, read_small
+from nstf_convert.checkpoint.paths import (
+    exists,
+    is_bare_name,
+    member,
+    open_regular,
+    pread_all,
+    read_into,
+    read_small,
+)
 from nstf_convert.checkpoint.source import Source, TensorInfo
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of shards: those of PyTorch have an index of the same form.
+ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 MAX_INDEX_BYTES = 256 << 20
 
 
@@ -77,6 +87,11 @@ def read_index(path: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise CorruptError(f"{path}: the shard of tensor {name[:80]!r} is not a file name")
+        # Files of other endings in a model's folder are taken for ours, and may be written over (inputs.py).
+        if is_bare_name(shard) and not shard.endswith(ENDINGS):
+            raise CorruptError(
+                f"{path}: the shard {shard[:80]!r} does not end in {' or '.join(ENDINGS)}; download the checkpoint again"
+            )
     return weight_map
 
 

@@ -1,5 +1,6 @@
 """`nstf calibrate`: the statistics a conversion needs, once, for many budgets."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,4 +53,6 @@ def calibrate(
         print_json({"output": str(path), "size_bytes": size})
         return
     print_pairs("", [("written", path), ("size", format_bytes(size))])
-    typer.echo(f"next: nstf convert {model} --calibration {path} --budget 0.5 -o model.nstf")
+    typer.echo(
+        f"next: nstf convert {shlex.quote(model)} --calibration {shlex.quote(str(path))} --budget 0.5 -o model.nstf"
+    )

@@ -2,6 +2,7 @@
 
 import json as json_module
 import logging
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,7 +69,7 @@ def convert(
     result = pipeline.convert(chosen)
     data = dict(result.report)
     if isinstance(data.get("tool"), dict):
-        data["tool"] = {**data["tool"], "command": " ".join(["nstf", *sys.argv[1:]])}
+        data["tool"] = {**data["tool"], "command": shlex.join(["nstf", *sys.argv[1:]])}
     if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
         data["roofline"] = measure_roofline(result.output) if profile else None
     taken = [path for path in report or [] if path.exists() and not settings["force"]]
@@ -82,7 +83,9 @@ def convert(
         print_summary(result.output, result.size_bytes, result.budget_bytes, data)
         for path in written:
             typer.echo(f"report: {path}")
-        typer.echo(f"next: nstf inspect {result.output}, or {next_step(result.output, data)}")
+        typer.echo(
+            f"next: nstf inspect {shlex.quote(str(result.output))}, or {next_step(result.output, data)}"
+        )
     if taken:
         raise NstfError(
             f"--report {taken[0]} was written by something else meanwhile, and stays: this report is left out, "
@@ -94,10 +97,10 @@ def next_step(output: Path, report: Mapping[str, Any]) -> str:
     """What to try with a new file: text of a language model, outputs of any other."""
     accuracy = (report.get("accuracy") or {}).get("final") or {}
     if "mean_kl" in accuracy:
-        return f"nstf generate {output} 'Once upon a time'"
+        return f"nstf generate {shlex.quote(str(output))} 'Once upon a time'"
     if not accuracy:
-        return f"nstf.runtime.load_tensors('{output}') in Python"
-    return f"nstf.runtime.load('{output}') in Python"
+        return f"nstf.runtime.load_tensors({str(output)!r}) in Python"
+    return f"nstf.runtime.load({str(output)!r}) in Python"
 
 
 def check_reports(reports: list[Path], output: Path, inputs: list[str], force: bool) -> None:

@@ -132,10 +132,10 @@ def next_step(output: Path, target: str = "hf") -> str:
     """The call that loads an export."""
     if target == "gguf":
         file = output if output.suffix == ".gguf" else next(iter(output.glob("*.gguf")), output)
-        return f"llama-cli -m {file}, or llama_cpp.Llama('{file}')"
+        return f"llama-cli -m {shlex.quote(str(file))}, or llama_cpp.Llama({str(file)!r})"
     if target == "onnx":
         file = output if output.suffix == ".onnx" else next(iter(output.glob("*.onnx")), output)
-        return f"onnxruntime.InferenceSession('{file}')"
+        return f"onnxruntime.InferenceSession({str(file)!r})"
     first = "import nstf.integrations.transformers, then " if target == "transformers" else ""
     try:
         config = json_module.loads((output / "config.json").read_bytes())
@@ -144,4 +144,4 @@ def next_step(output: Path, target: str = "hf") -> str:
     from nstf_convert.export.card import class_name
 
     name = class_name(config if isinstance(config, dict) else {})
-    return f"{first}transformers.{name}.from_pretrained('{output}')"
+    return f"{first}transformers.{name}.from_pretrained({str(output)!r})"

@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     setup_logging("quiet" in flags, "verbose" in flags, debug)
     try:
         named = words[:1] if words and words[0] in SUMMARIES else SUMMARIES
-        with _interrupts() as pressed:
+        with _interrupts() as pressed, _visible_names():
             try:
                 code = None if flags else quick.generate(words)
                 if pressed.is_set():  # taken by a library, and the full command would begin
@@ -75,6 +75,21 @@ def _flushed(code: int) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+@contextmanager
+def _visible_names() -> Iterator[None]:
+    """Names of files that are no text are printed with their bytes made visible, in a caller's own stream too."""
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
+        yield
+        return
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        if not stream.closed:
+            stream.reconfigure(errors="strict")
 
 
 @contextmanager

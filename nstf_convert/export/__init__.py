@@ -15,6 +15,7 @@ from nstf.runtime.artifact import Artifact, open_artifact
 from nstf_convert.export import writing
 from nstf_convert.export.plan import ExportPlan
 from nstf_convert.export.writing import Files
+from nstf_convert.inputs import same_file
 
 # Word of the command line -> module.
 TARGETS = {
@@ -59,47 +60,57 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     loss), NstfError (space), and what `open_artifact` raises. A failed export leaves nothing.
     """
     # Where a link leads, which is where the files go.
-    output, own = request.output.resolve(), path.resolve()
+    output = request.output.resolve()
     single = output.suffix == SINGLE.get(request.target)
-    writing.check_destination(request.output, request.overwrite, single)
-    if output == own or output in own.parents:
-        raise UsageError(f"the output {request.output} is or holds the artifact {path}: give another -o")
+    stem = output.stem if single else _stem(output.name)
+    names = _names(request.target, stem) if single else ()
+    beside = [name for name in names if name != output.name]
+    writing.check_destination(request.output, request.overwrite, single, beside)
+    written = [output, *(output.with_name(name) for name in beside)]
+    _keep(path, written, f"is or holds the artifact {path}")
     if request.source is not None:
-        _keep_source(request.source, output)
+        _keep_source(request.source, written)
     with open_artifact(path, verify=True) as artifact:
         found = plan(artifact, request)
         if planned is not None:
             planned(found)
         found.check_loss(request.allow_loss)
         writing.check_space(request.output, found.size_bytes)
-        stem = output.stem if single else _stem(output.name)
         with writing.staged(request.output, single, request.overwrite) as folder:
             _write(artifact, found, request, folder, stem)
             if single:  # tokenizer and config would take the place of neighbours of these names
-                kept = (f"{stem}.", writing.UNFINISHED)
-                for file in [f for f in folder.iterdir() if not f.name.startswith(kept)]:
+                for file in [f for f in folder.iterdir() if f.name not in (*names, writing.UNFINISHED)]:
                     file.unlink()
             (folder / (f"{stem}.README.md" if single else "README.md")).write_text(
                 _card(artifact, found, request, stem)
             )
             files = writing.listed(folder)
             # Another export may have come first, or files of the user's.
-            writing.check_destination(request.output, request.overwrite, single)
+            writing.check_destination(request.output, request.overwrite, single, beside)
     return found, files
 
 
-def _keep_source(source: Path, output: Path) -> None:
+def _names(target: str, stem: str) -> tuple[str, ...]:
+    """The files that a single-file export may write."""
+    main = f"{stem}{SINGLE[target]}"
+    weights = (f"{main}.data",) if target == "onnx" else ()
+    return (main, *weights, f"{stem}.README.md")
+
+
+def _keep(file: Path, written: list[Path], what: str) -> None:
+    """Raises UsageError where the export would take the place of a file that it reads."""
+    for output in written:
+        if same_file(output, file) or output in file.resolve().parents:
+            raise UsageError(f"the output {output} {what}: give another -o")
+
+
+def _keep_source(source: Path, written: list[Path]) -> None:
     """Raises UsageError where the export would take the place of the model that it rewrites, or of its weights."""
     from nstf_convert.export.onnx_rewrite import weight_files
 
-    own = source.resolve()
-    if output in (own, *own.parents):
-        raise UsageError(f"the output {output} is or holds the source {source}: give another -o")
+    _keep(source, written, f"is or holds the source {source}")
     for file in weight_files(source):
-        if file.resolve() in (output, output.with_name(f"{output.stem}.onnx.data")):
-            raise UsageError(
-                f"the output {output} would replace {file}, weights of {source}: give another -o"
-            )
+        _keep(file, written, f"would replace {file}, weights of {source}")
 
 
 def _write(artifact: Artifact, found: ExportPlan, request: Request, folder: Path, stem: str) -> None:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from glob import escape
 from pathlib import Path
 
@@ -24,14 +24,19 @@ MARK = "- nstf"
 CARD = ".md"
 # A file in every hidden folder while it is written, so that one of a like name that is not ours is never taken for it.
 UNFINISHED = ".nstf-unfinished"
+# What a single file was, in that folder, until its weights have been replaced.
+OLDER = ".nstf-older"
 
 
-def check_destination(output: Path, overwrite: bool, single_file: bool = False) -> None:
-    """Raises UsageError for a place where the export cannot go, before anything is read. single_file: it is a file."""
-    if not output.absolute().parent.is_dir():
-        raise UsageError(
-            f"the folder {output.absolute().parent} does not exist: create it, or give another output"
-        )
+def check_destination(
+    output: Path, overwrite: bool, single_file: bool = False, names: Iterable[str] = ()
+) -> None:
+    """Raises UsageError for a place where the export cannot go, before anything is read. single_file: it is a file, and
+    names: of those that are written beside it."""
+    folder = output.resolve().parent  # where a link leads
+    if not folder.is_dir():
+        raise UsageError(f"the folder {folder} does not exist: create it, or give another output")
+    check_files([folder / name for name in names], overwrite)
     if not output.exists() or (output.is_dir() and not single_file and not any(output.iterdir())):
         return
     if not overwrite:
@@ -46,6 +51,15 @@ def check_destination(output: Path, overwrite: bool, single_file: bool = False) 
         )
 
 
+def check_files(files: Iterable[Path], overwrite: bool) -> None:
+    """Raises UsageError where one of the files of an export is there already, without overwrite, or is no regular file."""
+    for file in files:
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise UsageError(f"{file} is there and is no regular file: give another output")
+        if file.exists() and not overwrite:
+            raise UsageError(f"{file} exists: give another output, or `overwrite`")
+
+
 def _is_export(folder: Path) -> bool:
     """Whether the folder has a model card of ours."""
     card = folder / "README.md"
@@ -57,7 +71,7 @@ def _is_export(folder: Path) -> bool:
 
 def check_space(output: Path, size_bytes: int) -> None:
     """Raises NstfError when the disk has too little room."""
-    disk = os.statvfs(output.absolute().parent)
+    disk = os.statvfs(output.resolve().parent)
     free = disk.f_bavail * disk.f_frsize
     if free < size_bytes:
         raise NstfError(
@@ -88,9 +102,7 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
                 _sync(file)
         if single_file:
             files = [f for f in sorted(partial.iterdir()) if f.name != UNFINISHED]
-            taken = [f.name for f in files if output.with_name(f.name).exists()]
-            if taken and not overwrite:
-                raise UsageError(f"{output.with_name(taken[0])} exists: give another output, or `overwrite`")
+            check_files([output.with_name(f.name) for f in files], overwrite)
             _sync(partial)
             _replace_files(files, output)
             _remove(partial)
@@ -167,12 +179,20 @@ def _remove_stale(output: Path) -> None:
 def _replace_files(files: list[Path], output: Path) -> None:
     """Moves files beside `output`, that named `output.name` last. An older one goes first where others hold its weights: a
     kill in between leaves none of that name, and no graph with the weights of another."""
-    parts = [f for f in files if f.name != output.name]
-    if any(f.suffix != CARD and output.with_name(f.name).exists() for f in parts):
-        output.unlink(missing_ok=True)
+    # Weights last: until they are replaced the older graph can have its name back.
+    parts = sorted((f for f in files if f.name != output.name), key=lambda f: f.suffix != CARD)
+    older = None
+    if any(f.suffix != CARD and output.with_name(f.name).exists() for f in parts) and output.exists():
+        older = output.rename(parts[0].with_name(OLDER))
         _sync(output.parent)
     for file in parts:
-        file.replace(output.with_name(file.name))
+        try:
+            file.replace(output.with_name(file.name))
+        except OSError:
+            if older is not None:
+                older.rename(output)
+            raise
+        older = older if file.suffix == CARD else None
     _sync(output.parent)
     for file in files:
         if file not in parts:

@@ -18,6 +18,7 @@ from nstf.errors import UsageError
 from nstf.runtime import tokenizing
 from nstf_convert.dataset import load_text
 from nstf_convert.gates.choices import Group
+from nstf_convert.made_up import made_up_shape
 from nstf_convert.measure import (
     Accuracy,
     LanguageModel,
@@ -243,21 +244,22 @@ def text_batches(tokenizer: Any, text: str, seq_len: int, count: int) -> list[di
 def synthetic_batches(config: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Tensor]]:
     """Seeded noise for encoders of images or sound, which have no text to be measured on.
 
-    Raises UsageError when the config tells neither an image's size nor a number of mel bands.
+    Raises UsageError when the config tells neither an image's size nor a number of mel bands, or one beyond all use.
     """
-    generator = torch.Generator().manual_seed(seed)
     vision = config.get("vision_config") if isinstance(config.get("vision_config"), Mapping) else config
     size = vision.get("image_size") if vision else None
     if size is not None and vision is not None:
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (count, int(vision.get("num_channels", 3)), int(height), int(width))
-        return [{"pixel_values": torch.randn(shape, generator=generator)}]
+        height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
+        return [{"pixel_values": _noise(count, (vision.get("num_channels", 3), height, width), seed)}]
     if config.get("num_mel_bins"):
         frames = 2 * int(config.get("max_source_positions", 1500))
-        features = torch.randn(count, int(config["num_mel_bins"]), frames, generator=generator)
-        inputs = {"input_features": features}
+        inputs = {"input_features": _noise(count, (config["num_mel_bins"], frames), seed)}
         if config.get("is_encoder_decoder") and config.get("decoder_start_token_id") is not None:
             start = int(config["decoder_start_token_id"])
             inputs["decoder_input_ids"] = torch.full((count, 1), start, dtype=torch.int64)
         return [inputs]
     raise UsageError("this encoder has no tokenizer, image size or mel bands: nstf cannot make inputs for it")
+
+
+def _noise(count: int, sizes: Sequence[object], seed: int) -> Tensor:
+    return torch.randn(count, *made_up_shape(sizes), generator=torch.Generator().manual_seed(seed))

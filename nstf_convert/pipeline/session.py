@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from nstf.kernels.formats import dense, trellis
 from nstf.kernels.trellis_encode import warm_up
 from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
+from nstf.runtime.torch_state import usual_process, usual_thread
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.inputs import keep_apart
 from nstf_convert.options import ConvertOptions
@@ -44,6 +45,8 @@ log = logging.getLogger("nstf")
 
 # Models up to this size are expanded to float32 in the work directory once, instead of at every use.
 EXPAND_BYTES = 4 << 30
+# Tokens of a window where they are not stated.
+SEQ_LEN = next(field.default for field in fields(ConvertOptions) if field.name == "seq_len")
 # The same command cannot succeed after one of these.
 INPUT_ERRORS = (UsageError, CorruptError, UnsupportedError)
 
@@ -77,10 +80,8 @@ class Session:
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
-        # What the caller's process has set otherwise.
-        self._opened.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(torch.float32)
-        self._opened.enter_context(torch.inference_mode(False))
+        self._opened.enter_context(usual_process())
+        self._opened.enter_context(usual_thread())
         self._compiled: set[int] = set()
         self._compiler: subprocess.Popen[bytes] | None = None
         # The order in which linear modules run, and which write to the residual stream (improve.groups).
@@ -141,6 +142,7 @@ class Session:
         self.encoder = self.encoder_for("none")
 
     def _calibrate(self) -> None:
+        self._say_unused()
         self.calibration = calibrations.find(self)
         if self.calibration is not None:
             self.work.drop_pieces()  # of the run that made it, if that was killed before it could
@@ -150,6 +152,20 @@ class Session:
             self.calibration = calibrations.make(self, self.model)
         self.data = None
         self._use_calibration()
+
+    def _say_unused(self) -> None:
+        """A calibration that is given has its text already: what would shape one that is made here is not silently lost."""
+        options = self.options
+        texts = options.datasets and not (options.heals or options.plans_attention)
+        asked = {
+            "datasets": texts,
+            "samples": options.samples is not None,
+            "seq_len": options.seq_len != SEQ_LEN,
+        }
+        if options.calibration is not None and (
+            unused := [f"`{name}`" for name, set_ in asked.items() if set_]
+        ):
+            log.warning("no effect of %s: the calibration that is given has its own text", ", ".join(unused))
 
     def _use_calibration(self) -> None:
         self.statistics = Statistics(self.calibration, self.device)

@@ -37,7 +37,7 @@ LEAST_BUFFER = 1 << 24
 
 # Words of a key that says how often something is made, and how large something is.
 _COUNTS = frozenset(
-    "layer layers block blocks depth depths stage stages experts heads head repeats labels".split()
+    "layer layers block blocks depth depths stage stages experts heads head repeats labels levels points quantizers".split()
 )
 _SIZES = frozenset(
     "size sizes dim dims dimension dimensions hidden channels width widths rank ranks group groups mlp ffn inner "

@@ -78,7 +78,7 @@ def test_tables_over_positions_have_a_limit_wherever_a_model_is_built(tmp_path: 
             lambda: StreamedModel.from_artifact(artifact),
             lambda: StreamedModel.from_checkpoint(opened),
         ):
-            with pytest.raises(UnsupportedError, match="computes a tensor of"):
+            with pytest.raises(UnsupportedError, match="makes a tensor of"):
                 way()
 
 
@@ -243,3 +243,9 @@ def test_no_memory_is_not_the_fault_of_the_file(
         with pytest.raises(NstfError, match="not enough memory") as raised:
             way()
         assert raised.value.exit_code == 1
+
+
+def test_labels_beyond_those_of_an_artifact_are_refused(checkpoint: Callable[[dict[str, Any]], Path]) -> None:
+    for labels in ({"num_labels": 65_537}, {"id2label": {str(n): "a" for n in range(65_537)}}):
+        with pytest.raises(CorruptError, match=r"labels|num_labels"):
+            open_checkpoint(checkpoint({**LLAMA, **labels}))

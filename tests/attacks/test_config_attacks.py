@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from small_llama import LLAMA, tensors
 
-from nstf.errors import CorruptError, NstfError
+from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf.runtime import load, load_tokenizer
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine import Engine
@@ -95,6 +95,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 10**6},
     },
     "a thousand layers that are not there": {**LLAMA, "num_hidden_layers": 1000},
+    "points, each in a list": {"architectures": ["DFineModel"], "model_type": "d_fine", "decoder_n_points": [2**30] * 3},
+    "levels": {"architectures": ["Deimv2Model"], "model_type": "deimv2", "num_feature_levels": 2**31},
+    "quantisers": {"architectures": ["MimiModel"], "model_type": "mimi", "num_quantizers": 65_536},
     "labels as a list": {**LLAMA, "id2label": [1] * 100},
     "labels by the hundred thousand": {**LLAMA, "id2label": {str(i): str(i) for i in range(100_000)}},
 }  # fmt: skip
@@ -213,7 +216,7 @@ def test_a_product_of_positions_and_frequencies_is_within_the_limit(kind: str) -
         "num_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "attention_heads": 2,
         "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "ffn_dim": 8, positions.get(kind, "max_position_embeddings"): 2**22,
     }  # fmt: skip
-    with pytest.raises(NstfError, match=r"it computes a tensor of 134217[0-9]+ elements"):
+    with pytest.raises(NstfError, match=r"it makes a tensor of 134217[0-9]+ elements"):
         build_skeleton(config, limits=Limits(20, 64, 100_000))
 
 
@@ -273,3 +276,39 @@ def test_keys_that_lead_to_code_or_to_files_do_not_reach_the_tokenizer(
 
 def test_lists_of_settings_by_layer_are_not_taken_for_layers(made: Callable[..., Path]) -> None:
     load(made({**LLAMA, "layer_rope_theta": [1e7, 5e5]}))
+
+
+# Sizes whose key says nothing of one: a channel, the square of a reduction, a table that is looked up nowhere.
+UNNAMED: dict[str, dict[str, Any]] = {
+    "channels": {"architectures": ["VJEPA2Model"], "model_type": "vjepa2", "hidden_size": 32, "in_chans": 2**31},
+    "reductions": {"architectures": ["GLPNModel"], "model_type": "glpn", "sr_ratios": [65536] * 4},
+    "a grid": {
+        "architectures": ["Sam2VideoModel"], "model_type": "sam2_video",
+        "memory_attention_rope_feat_sizes": [65536, 65536],
+    },
+    "positions": {
+        "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_memory_that_no_tensor_of_the_file_takes_is_not_asked_for(
+    made: Callable[..., Path], name: str
+) -> None:
+    """Such a file ended as if this machine had too little memory."""
+    with pytest.raises(UnsupportedError, match="beyond the file's tensors"):
+        load(made(UNNAMED[name]))
+
+
+def test_a_default_device_of_the_process_is_not_the_models(made: Callable[..., Path]) -> None:
+    path, ids = made(LLAMA), torch.tensor([[1, 2, 3]])
+    wanted: Any = load(path)
+    torch.set_default_device("meta")
+    try:
+        found: Any = load(path)
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, wanted(ids).logits)

@@ -1,13 +1,16 @@
 """No command writes over a file that it reads, with --force neither: one line, exit code 2, the file as it was."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy
 import pytest
+from safetensors.torch import load_file
 
 import nstf_convert
-from nstf.errors import UsageError
+from nstf.errors import CorruptError, UsageError
+from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.cli import run
 from nstf_convert.export.writing import MARK
 
@@ -133,4 +136,90 @@ def test_nor_the_weights_of_the_model_that_an_export_rewrites(
     before = contents(folder)
     words = ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "own.onnx", "-o", "new.onnx"]
     assert run(words) == 2 and "would replace new.onnx.data, weights of own.onnx" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def linked(folder: Path, name: str) -> None:
+    """`name` is moved away, and a link to it stays: as in the hub's cache."""
+    (folder / "blobs").mkdir(exist_ok=True)
+    there = folder / "blobs" / Path(name).name
+    (folder / name).rename(there)
+    (folder / name).symlink_to(there)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model/model.safetensors", [*CONVERT, "-o"]),
+        ("model/generation_config.json", EVAL),
+        ("model/tokenizer.json", ["plan", FILE, "--frontier", "--svg"]),
+        ("texts/a.txt", ["calibrate", "model", "--dataset", "texts", "--force", "-o"]),
+        ("texts/a.txt", EVAL),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else given,
+)
+def test_nor_what_a_link_in_a_folder_leads_to(
+    name: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linked(folder, name)
+    before = contents(folder)
+    assert run([*words, f"blobs/{Path(name).name}"]) == 2
+    assert "give another name" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_nor_what_the_cache_of_the_hub_keeps_of_a_model(tmp_path: Path) -> None:
+    from nstf_convert.inputs import keep_inputs
+
+    for kind in ("models", "datasets"):
+        kept = tmp_path / f"{kind}--org--name" / "blobs" / "0123"
+        with pytest.raises(UsageError, match="lies where org/name is kept"):
+            keep_inputs(kept, ["org/name"])
+    keep_inputs(tmp_path / "models--org--other" / "x", ["org/name"])
+
+
+def test_nor_tiles_that_were_measured_for_a_file(folder: Path) -> None:
+    (folder / "m.sm_90.tiles.json").write_bytes(b"measured")
+    words = ["place", "m.nstf", "--measure", "--save-machine", "m.sm_90.tiles.json"]
+    assert run(words) == 2 and (folder / "m.sm_90.tiles.json").read_bytes() == b"measured"
+
+
+@pytest.mark.parametrize("target", ["gguf", "onnx"])
+def test_no_export_writes_over_the_artifact_with_a_file_beside_it(
+    target: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["e.README.md"] + ["e.onnx.data"] * (target == "onnx")
+    for name in names:
+        shutil.copy(ARTIFACT, folder / name)
+        before = contents(folder)
+        assert run(["export", name, "--to", target, "-o", f"e.{target}", "--overwrite", "--allow-loss"]) == 2
+        assert f"is or holds the artifact {name}" in capsys.readouterr().err
+        assert contents(folder) == before
+
+
+def test_an_export_of_a_folder_keeps_weights_that_the_source_has_in_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [weight]))
+    onnx.save_model(model, "o.onnx", save_as_external_data=True, location="o.weights", size_threshold=0)
+    (folder / "o.weights").rename(folder / "exported" / "o.weights")
+    (folder / "o.weights").symlink_to("exported/o.weights")
+    before = contents(folder)
+    words = ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "o.onnx", "-o", "exported"]
+    assert run(words) == 2 and "would replace o.weights" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_a_shard_has_no_name_of_ours(folder: Path) -> None:
+    """It would be taken for an older artifact, and be replaced."""
+    (folder / "model" / "model.safetensors").rename(folder / "model" / "old.nstf")
+    names = load_file(folder / "model" / "old.nstf")
+    index = json.dumps({"weight_map": dict.fromkeys(names, "old.nstf")})
+    (folder / "model" / "model.safetensors.index.json").write_text(index)
+    before = contents(folder)
+    with pytest.raises(CorruptError, match=r"the shard 'old.nstf' does not end in .safetensors"):
+        open_checkpoint(folder / "model")
+    assert run(["convert", "model", "--budget", "0.5", "--force", "-o", "model/old.nstf"]) == 5
     assert contents(folder) == before

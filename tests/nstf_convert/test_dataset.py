@@ -1,8 +1,10 @@
 """Text for calibration: documents, token windows, and a held-out part that is really held out."""
 
 import errno
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from nstf.errors import NstfError, UsageError
-from nstf_convert.dataset import fingerprint, load_text, tokenise_windows
+from nstf_convert.dataset import fingerprint, first_documents, load_text, tokenise_windows
 
 
 class Letters:
@@ -361,3 +363,22 @@ def test_half_a_character_is_named_with_its_line(tmp_path: Path, record: Any) ->
     path.write_text(json.dumps("good \U0001f600") + "\n" + json.dumps(record))
     with pytest.raises(UsageError, match=r"x\.jsonl, line 2: the text is not Unicode"):
         list(load_text(path))
+
+
+@pytest.mark.parametrize("text", ["", "  ", "ab"])
+def test_short_and_blank_documents_are_not_gathered_without_end(text: str) -> None:
+    def endless() -> Iterator[str]:
+        yield "some text"
+        while True:
+            yield text
+
+    assert len(list(first_documents(endless(), 10_000))) == (98 if text == "ab" else 1)
+    found = tokenise_windows(Letters(), itertools.chain([words(4000)], endless()), 64, 4)
+    assert found.fit.shape == (4, 64)
+
+
+def test_a_name_that_is_no_text_has_a_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(words(3))
+    other = fingerprint(tmp_path)
+    (tmp_path / "a.txt").rename(tmp_path / os.fsdecode(b"\xff.txt"))
+    assert fingerprint(tmp_path) != other

@@ -138,3 +138,25 @@ def test_damaged_footers_are_errors_and_end_no_process(tmp_path: Path, column: s
 def test_many_damaged_footers_are_errors_and_end_no_process(tmp_path: Path, seed: int) -> None:
     chat = [{"role": "user", "content": "hello " * 9}]
     _survives(written(tmp_path / "x.parquet", "messages", [chat] * 300), seed, 5000)
+
+
+def test_rows_of_nothing_are_not_read_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,600 bytes held 2^30 nulls, which were passed over one by one."""
+    monkeypatch.setattr(parquet_values, "ALWAYS_ROWS", 1 << 14)
+    few = written(
+        tmp_path / "few.parquet", "text", pyarrow.nulls(1 << 14, pyarrow.string()), compression="zstd"
+    )
+    assert list(load_text(few)) == []
+    many = written(
+        tmp_path / "many.parquet", "text", pyarrow.nulls(1 << 15, pyarrow.string()), compression="zstd"
+    )
+    with pytest.raises(UsageError, match="it has more rows than bytes"):
+        list(load_text(many))
+
+
+def test_a_row_of_many_empty_turns_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_values, "ROW_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet_values, "BATCH_BYTES", 1 << 18)
+    path = written(tmp_path / "x.parquet", "messages", [[{"role": "", "content": ""}] * 20_000])
+    with pytest.raises(UsageError, match=r"one row may unpack to \d+ bytes; divide it"):
+        list(load_text(path))

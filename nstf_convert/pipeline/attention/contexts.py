@@ -4,6 +4,7 @@ A window lies within one document. Windows that were joined from unrelated piece
 lies further back than the piece is another text, and dropping it is free there.
 """
 
+import heapq
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from nstf.errors import UsageError
 from nstf.runtime import tokenizing
 from nstf.runtime.kv_formats import BLOCK
+from nstf_convert.dataset import first_documents
 from nstf_convert.pipeline.calibrate.text import readable
 
 log = logging.getLogger("nstf")
@@ -110,17 +112,11 @@ def contexts(
 
 def _documents(tokenizer: Any, texts: Iterable[str], wanted: int, windows: int) -> list[Tensor]:
     """Token ids of the longest documents of a dataset, the longest first."""
-    pool: list[str] = []
-    chars = 0
-    for text in texts:
-        pool += text.split(SEPARATOR)
-        chars += len(text)
-        if chars > POOL_CHARS:
-            break
-    pool = sorted(pool, key=lambda text: (-len(text), text))
-    # Text has two characters a token at least, mostly: enough documents that as many windows can be cut.
+    pool = (part for text in first_documents(texts, POOL_CHARS) for part in text.split(SEPARATOR))
+    # Only those that are read on. Text has two characters a token at least, mostly: enough that as many windows can be cut.
+    longest = heapq.nsmallest(8 * windows, pool, key=lambda text: (-len(text), text))
     found: list[Tensor] = []
-    for text in pool[: 8 * windows]:
+    for text in longest:
         ids = tokenizing.encode(tokenizer, text[: 16 * wanted * windows]).input_ids
         found.append(torch.tensor(ids, dtype=torch.int64))
     return sorted(found, key=len, reverse=True)

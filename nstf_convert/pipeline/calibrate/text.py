@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nstf.errors import UsageError, out_of_memory
 from nstf_convert.dataset import load_text, tokenise_windows
+from nstf_convert.made_up import made_up_shape
 from nstf_convert.streamed import StreamedModel
 
 Batch = dict[str, Tensor]
@@ -289,9 +290,9 @@ def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
         config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 224)
         sizes = (size, size) if isinstance(size, int) else tuple(size)
-        return name, (getattr(config, "num_channels", 3), *sizes)
+        return name, made_up_shape((getattr(config, "num_channels", 3), *sizes))
     if name == "input_features" and hasattr(config, "num_mel_bins"):
-        return name, (config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500))
+        return name, made_up_shape((config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500)))
     raise UsageError(
         f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
         "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"

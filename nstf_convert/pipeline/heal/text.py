@@ -47,11 +47,9 @@ def _text_windows(session: Session, path: str, length: int, wanted: int, seed: i
     tokenizer = session.tokenizer()
     documents: list[str] = []
     characters = 0
-    for text in texts.load_text(path):
+    for text in texts.first_documents(texts.load_text(path), MAX_CHARS_PER_TOKEN * MAX_WINDOWS * length):
         documents.append(text)
         characters += len(text)
-        if characters > MAX_CHARS_PER_TOKEN * MAX_WINDOWS * length:
-            break
     wanted = min(wanted, MAX_WINDOWS, max(1, int(characters / (CHARS_PER_TOKEN * length))))
     while wanted:
         try:

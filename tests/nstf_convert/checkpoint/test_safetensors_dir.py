@@ -347,7 +347,7 @@ def test_an_index_that_is_a_link_out_of_the_folder_is_refused(llama_folder: Path
 
 
 def test_a_shard_with_a_name_too_long_for_a_file_is_corrupt(llama_folder: Path) -> None:
-    index = {"weight_map": {"x": "\u00e9" * 200}}  # 400 bytes
+    index = {"weight_map": {"x": "\u00e9" * 200 + ".safetensors"}}  # 412 bytes
     (llama_folder / "model.safetensors").unlink()
     (llama_folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CorruptError, match="is missing"):

@@ -108,3 +108,10 @@ def test_a_plain_safetensors_file_is_not_called_damaged(nstf, tmp_path):
     result = nstf("inspect", tmp_path / "m.safetensors")
     assert result.code == 5 and "not an .nstf artifact" in result.err
     assert "damaged" not in result.err
+
+
+def test_hints_quote_names_with_spaces(tmp_path):
+    output = tmp_path / "a b.gguf"
+    assert after_export(output, "gguf").startswith(f"llama-cli -m '{output}', or llama_cpp.Llama('{output}')")
+    quoted = next_step(output, {"accuracy": {"final": {"mean_kl": 0.1}}})
+    assert quoted == f"nstf generate '{output}' 'Once upon a time'"

@@ -1,5 +1,6 @@
 """The command as a process: streams that are closed or full, and Ctrl-C before its first and after its last line."""
 
+import io
 import os
 import resource
 import signal
@@ -142,3 +143,17 @@ def test_a_name_that_is_no_text_is_made_visible(tmp_path: Path) -> None:
     before = "import sys; sys.stdout.reconfigure(encoding='utf-8', errors='strict');"
     code, out, err = ended(["verify", str(path)], before)
     assert (code, err) == (0, "") and "m\\udcff" in out.splitlines()[0]
+
+
+def test_a_name_that_is_no_text_is_made_visible_in_a_callers_own_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nstf_convert.cli import run
+
+    path = tmp_path / os.fsdecode(b"m\xff.nstf")
+    path.write_bytes(Path(FILE).read_bytes())
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert run(["verify", str(path)]) == 0 and stream.errors == "strict"
+    assert b"m\\udcff" in written.getvalue()

@@ -132,3 +132,52 @@ def test_a_kill_leaves_no_graph_beside_the_weights_of_another(tmp_path: Path, at
     assert len(found) == 1 or not (tmp_path / "m.onnx").exists()
     write(b"new")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == dict.fromkeys(names, b"new")
+
+
+def single(output: Path, content: bytes, **files: bytes) -> None:
+    with writing.staged(output, single_file=True, overwrite=True) as folder:
+        (folder / output.name).write_bytes(content)
+        for name, data in {f"{output.name}.data": content, "x.README.md": content}.items():
+            (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+@pytest.mark.parametrize("name", ["x.onnx.data", "x.README.md"])
+def test_a_file_of_an_export_replaces_nothing_of_another_kind(tmp_path: Path, name: str, kind: str) -> None:
+    output, beside = tmp_path / "x.onnx", tmp_path / name
+    single(output, b"first")
+    beside.unlink()
+    make = {"folder": beside.mkdir, "pipe": lambda: os.mkfifo(beside), "link": lambda: beside.symlink_to("y")}
+    make[kind]()
+    for call in (
+        lambda: writing.check_destination(output, True, True, [name]),
+        lambda: single(output, b"second"),
+    ):
+        with pytest.raises(UsageError, match=f"{name} is there and is no regular file"):
+            call()
+    assert output.read_bytes() == b"first" and beside.is_symlink() == (kind == "link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.README.md", "x.onnx", "x.onnx.data"]
+
+
+def test_an_older_file_has_its_name_back_where_its_weights_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "x.onnx"
+    single(output, b"first")
+    real = Path.replace
+
+    def fails(self: Path, target: Path) -> Path:
+        if Path(target).suffix == ".data":
+            raise OSError(5, "Input/output error", str(target))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        single(output, b"second")
+    assert output.read_bytes() == b"first" == output.with_name("x.onnx.data").read_bytes()
+
+
+def test_a_link_into_a_folder_that_is_missing_is_wrong_use(tmp_path: Path) -> None:
+    (tmp_path / "l").symlink_to("missing/x")
+    with pytest.raises(UsageError, match="missing does not exist: create it"):
+        writing.check_destination(tmp_path / "l", False)

@@ -163,3 +163,20 @@ def test_inputs_of_sound_models_follow_the_config():
 def test_an_empty_text_gives_no_batches():
     with pytest.raises(UsageError, match="the dataset is empty"):
         text_batches(None, " \n ", 8, 4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"image_size": 4000},
+        {"image_size": [4, 10**9]},
+        {"image_size": -1},
+        {"image_size": [4, 4, 4]},
+        {"num_mel_bins": 10**6},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_does_not_say_how_much_memory_is_taken(config):
+    """An image of 4,000 pixels a side was asked for with a batch of them: 16 GB in the first layer."""
+    with pytest.raises(UsageError, match="cannot be made up: give a file of real inputs"):
+        synthetic_batches(config, 16, seed=0)

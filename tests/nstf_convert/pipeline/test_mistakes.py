@@ -101,15 +101,39 @@ def test_a_dataset_that_changes_before_healing_reads_it_is_not_healed_on(
 def test_what_a_process_has_set_in_torch_changes_nothing(options, tmp_path) -> None:
     """A default of float64 was a ValueError of a kernel, and inference mode torch's error of a backward pass."""
     wanted = convert(options(output=tmp_path / "a.nstf")).output.read_bytes()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64), torch.set_float32_matmul_precision("medium")
+    torch.set_default_device("meta")
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             found = convert(options(output=tmp_path / "b.nstf")).output.read_bytes()
-            assert torch.is_inference_mode_enabled()
+            assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
         assert torch.get_default_dtype() == torch.float64
+        assert torch.get_default_device().type == "meta"
+        assert torch.get_float32_matmul_precision() == "medium"
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(torch.float32), torch.set_float32_matmul_precision("highest")
+        torch.set_default_device(None)
     assert found == wanted
+
+
+def test_a_calibration_of_rounded_products_is_of_no_other_precision(options, tmp_path) -> None:
+    """It was resumed by a plain job, and gave other bytes."""
+    wanted = convert(options(output=tmp_path / "a.nstf")).output.read_bytes()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        calibrated = calibrate(options(output=tmp_path / "c"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    found = convert(options(output=tmp_path / "b.nstf", calibration=calibrated))
+    assert found.output.read_bytes() == wanted
+
+
+def test_settings_that_a_given_calibration_makes_useless_are_said(options, tmp_path, caplog) -> None:
+    given = calibrate(options(output=tmp_path / "c"))
+    convert(options(output=tmp_path / "a.nstf", calibration=given, datasets=(), samples=None, seq_len=512))
+    assert "no effect" not in caplog.text
+    convert(options(output=tmp_path / "b.nstf", calibration=given, samples=5, seq_len=64))
+    assert "no effect of `datasets`, `samples`, `seq_len`: the calibration that is given" in caplog.text
 
 
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
