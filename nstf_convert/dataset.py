@@ -23,8 +23,10 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
 BLOCK_CHARS = 16 << 20
 POOL_CHARS = 64 << 20
-# What a document counts for beside its characters, a blank one too: about what it takes in memory, and a little time.
+# What a document costs beside its characters, a blank one too: about what it takes in memory, and a little time. All may
+# cost so many times the characters that are wanted: short lines then still make them.
 DOCUMENT_CHARS = 100
+SHORT = 4
 FINGERPRINT_SAMPLE = 64 << 20
 # About two windows of English: small enough that a few windows come from many places of a long text.
 PIECE_CHARS_PER_TOKEN = 8
@@ -288,13 +290,15 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
 
 
 def first_documents(documents: Iterable[str], most_chars: int) -> Iterator[str]:
-    """Documents with text in them, until all that were read make `most_chars`: a huge dataset is not read to its end."""
-    size = 0
+    """Documents with text in them, until those make `most_chars`: a huge dataset is not read to its end, and one of very
+    short or blank documents no further than what it costs to hold them."""
+    size = cost = 0
     for text in documents:
-        if not text.isspace() and text:
+        cost += len(text) + DOCUMENT_CHARS
+        if text and not text.isspace():
             yield text
-        size += len(text) + DOCUMENT_CHARS
-        if size >= most_chars:
+            size += len(text)
+        if size >= most_chars or cost >= SHORT * most_chars:
             return
 
 

@@ -22,7 +22,10 @@ RESULTS = re.compile(r"(?:calibration|float32|heal-[0-9a-f]{16})\.safetensors|jo
 def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "the output") -> None:
     """Raises UsageError where `path`, `what` for messages, is one of the inputs, a file of one that is a folder, or one that
     is read with a model's file; by another name or through a link, too."""
-    place = path.resolve()
+    try:
+        place = path.resolve()
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise UsageError(f"{what} {path} leads nowhere ({error}): give another name") from error
     for source in inputs:
         if source is None:
             continue
@@ -50,7 +53,7 @@ def same_file(first: Path, second: Path) -> bool:
     """Whether two paths lead to one file, or will."""
     try:
         return first.resolve() == second.resolve() or first.samefile(second)
-    except OSError:
+    except (OSError, RuntimeError):
         return False
 
 

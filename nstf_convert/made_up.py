@@ -15,7 +15,7 @@ def made_up_shape(sizes: Sequence[object]) -> tuple[int, ...]:
     shape = tuple(size for size in sizes if type(size) is int and size > 0)
     if len(shape) != len(sizes) or math.prod(shape) > MOST_ELEMENTS:
         raise UsageError(
-            f"inputs of the shape {short(list(sizes), 60)}, as the config has it, cannot be made up: give a file of real "
-            f"inputs as the dataset of a conversion; nstf makes at most {MOST_ELEMENTS} elements of each"
+            f"inputs of the shape {short(list(sizes), 60)}, as the config has it, cannot be made up: correct the config, or "
+            f"give real inputs where a dataset is taken; nstf makes at most {MOST_ELEMENTS} elements of each"
         )
     return shape

@@ -92,9 +92,8 @@ def load(
         check_options(attention, kv_cache)
         device = local_device(device)
     device = stated_device(device)
-    with (
-        usual_thread()
-    ):  # in inference mode tensors have no versions, by which the engine sees that they were changed
+    # In inference mode tensors have no versions, by which the engine sees that they were changed.
+    with usual_thread():
         ranks = join(tensor_parallel, device) if tensor_parallel > 1 else None
         if ranks is not None:
             peer_sums.make(ranks, device)

@@ -38,8 +38,9 @@ def prompt_attention(config: Any) -> Iterator[None]:
         return
     AttentionInterface.register(NAME, sdpa_attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, prompt_mask)
-    config._attn_implementation = NAME
+    config._attn_implementation_internal = NAME  # of this config alone, not of those inside it
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        if config._attn_implementation == NAME:  # else another one was set meanwhile
+            config._attn_implementation_internal = "sdpa"

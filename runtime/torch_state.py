@@ -1,5 +1,6 @@
 """What a process has set in torch, put aside while ours is computed: results follow from files and options alone."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,10 @@ _FLAGS = (
     ("allow_bf16_reduced_precision_reduction", True),
 )
 
+_LOCK = threading.Lock()
+# One entry for each user of `usual_process`, all the same.
+_inside: list["_Settings"] = []
+
 
 @contextmanager
 def usual_thread() -> Iterator[None]:
@@ -46,43 +51,73 @@ def usual_thread() -> Iterator[None]:
 def usual_process() -> Iterator[None]:
     """In all threads: float32 by default, its products as precise as torch makes them unasked, any order of sums.
 
-    Afterwards everything is as it was, also what was changed inside.
+    Afterwards everything is as it was, also what was changed inside. Of several that overlap, in threads, the first one sets
+    and the last one puts back.
     """
-    dtype = torch.get_default_dtype()
-    strict = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    precisions = []
-    for module, usual in _PRECISIONS:
-        precisions.append(str(module.fp32_precision))
-        _put(module, "fp32_precision", usual)
+    with _LOCK:
+        if not _inside:
+            _inside.append(_Settings())
+            try:
+                _inside[0].put_aside()
+            except BaseException:
+                _inside.pop().put_back()
+                raise
+        else:
+            _inside.append(_inside[0])
     try:
-        convolutions = _BACKENDS.cudnn.allow_tf32
-    except RuntimeError:  # the new setting, made usual above, and this older one do not agree
-        convolutions = False
-    products = torch.get_float32_matmul_precision()
-    flags = [getattr(_BACKENDS.cuda.matmul, name) for name, _ in _FLAGS]
-    try:
+        yield
+    finally:
+        with _LOCK:
+            settings = _inside.pop()
+            if not _inside:
+                settings.put_back()
+
+
+class _Settings:
+    """What the process had set; `put_back` needs no more of it than `put_aside` came to."""
+
+    def __init__(self) -> None:
+        self.dtype = torch.get_default_dtype()
+        self.strict = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        self.precisions: list[str] = []
+        self.convolutions: bool | None = None
+        self.products: str | None = None
+        self.flags: list[Any] = []
+
+    def put_aside(self) -> None:
+        for module, usual in _PRECISIONS:
+            self.precisions.append(str(module.fp32_precision))
+            _put(module, "fp32_precision", usual)
+        try:
+            self.convolutions = _BACKENDS.cudnn.allow_tf32
+        except RuntimeError:  # the new setting, made usual above, and this older one do not agree
+            self.convolutions = False
+        self.products = torch.get_float32_matmul_precision()
+        self.flags = [getattr(_BACKENDS.cuda.matmul, name) for name, _ in _FLAGS]
         _put(_BACKENDS.cudnn, "allow_tf32", True)
-        if products != "highest":
+        if self.products != "highest":
             torch.set_float32_matmul_precision("highest")
         for name, usual_flag in _FLAGS:
             _put(_BACKENDS.cuda.matmul, name, usual_flag)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
-        yield
-    finally:
-        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
-        torch.set_default_dtype(dtype)
-        for (name, _), flag in zip(_FLAGS, flags, strict=True):
+
+    def put_back(self) -> None:
+        torch.use_deterministic_algorithms(self.strict[0], warn_only=self.strict[1])
+        torch.set_default_dtype(self.dtype)
+        for (name, _), flag in zip(_FLAGS, self.flags, strict=False):
             _put(_BACKENDS.cuda.matmul, name, flag)
         # The older settings change the newer ones.
-        for module, _ in _PRECISIONS[:3]:
+        for module, _ in _PRECISIONS[: min(3, len(self.precisions))]:
             _put(module, "fp32_precision", "none")
-        torch.set_float32_matmul_precision(products)
-        _put(_BACKENDS.cudnn, "allow_tf32", convolutions)
-        for (module, _), before in reversed(list(zip(_PRECISIONS, precisions, strict=True))):
+        if self.products is not None:
+            torch.set_float32_matmul_precision(self.products)
+        if self.convolutions is not None:
+            _put(_BACKENDS.cudnn, "allow_tf32", self.convolutions)
+        for (module, _), before in reversed(list(zip(_PRECISIONS, self.precisions, strict=False))):
             _put(module, "fp32_precision", before)
 
 

@@ -182,17 +182,18 @@ def _replace_files(files: list[Path], output: Path) -> None:
     # Weights last: until they are replaced the older graph can have its name back.
     parts = sorted((f for f in files if f.name != output.name), key=lambda f: f.suffix != CARD)
     older = None
-    if any(f.suffix != CARD and output.with_name(f.name).exists() for f in parts) and output.exists():
-        older = output.rename(parts[0].with_name(OLDER))
-        _sync(output.parent)
-    for file in parts:
-        try:
+    try:
+        if any(f.suffix != CARD and output.with_name(f.name).exists() for f in parts) and output.exists():
+            older = parts[0].with_name(OLDER)
+            output.rename(older)
+            _sync(output.parent)
+        for file in parts:
             file.replace(output.with_name(file.name))
-        except OSError:
-            if older is not None:
-                older.rename(output)
-            raise
-        older = older if file.suffix == CARD else None
+            older = older if file.suffix == CARD else None
+    except BaseException:  # Ctrl-C too
+        if older is not None and older.exists():
+            older.rename(output)
+        raise
     _sync(output.parent)
     for file in files:
         if file not in parts:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nstf.errors import UsageError
 from nstf.runtime import tokenizing
+from nstf.runtime.artifact.header import short
 from nstf_convert.dataset import load_text
 from nstf_convert.gates.choices import Group
 from nstf_convert.made_up import made_up_shape
@@ -252,10 +253,14 @@ def synthetic_batches(config: Mapping[str, Any], count: int, seed: int) -> list[
         height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
         return [{"pixel_values": _noise(count, (vision.get("num_channels", 3), height, width), seed)}]
     if config.get("num_mel_bins"):
-        frames = 2 * int(config.get("max_source_positions", 1500))
-        inputs = {"input_features": _noise(count, (config["num_mel_bins"], frames), seed)}
-        if config.get("is_encoder_decoder") and config.get("decoder_start_token_id") is not None:
-            start = int(config["decoder_start_token_id"])
+        bands, positions = made_up_shape((config["num_mel_bins"], config.get("max_source_positions", 1500)))
+        inputs = {"input_features": _noise(count, (bands, 2 * positions), seed)}
+        start = config.get("decoder_start_token_id")
+        if config.get("is_encoder_decoder") and start is not None:
+            if type(start) is not int or not 0 <= start < 2**63:
+                raise UsageError(
+                    f"the config's decoder_start_token_id is {short(start, 60)}: a token is needed"
+                )
             inputs["decoder_input_ids"] = torch.full((count, 1), start, dtype=torch.int64)
         return [inputs]
     raise UsageError("this encoder has no tokenizer, image size or mel bands: nstf cannot make inputs for it")

@@ -13,6 +13,7 @@ from nstf.errors import CorruptError, UsageError
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.cli import run
 from nstf_convert.export.writing import MARK
+from nstf_convert.inputs import keep_inputs
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
 ARTIFACT = Path(__file__).parents[1] / "golden" / "v1.nstf"
@@ -223,3 +224,10 @@ def test_a_shard_has_no_name_of_ours(folder: Path) -> None:
         open_checkpoint(folder / "model")
     assert run(["convert", "model", "--budget", "0.5", "--force", "-o", "model/old.nstf"]) == 5
     assert contents(folder) == before
+
+
+def test_an_output_that_is_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(UsageError, match="leads nowhere"):
+        keep_inputs(loop, [tmp_path])

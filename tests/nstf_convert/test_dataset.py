@@ -372,7 +372,7 @@ def test_short_and_blank_documents_are_not_gathered_without_end(text: str) -> No
         while True:
             yield text
 
-    assert len(list(first_documents(endless(), 10_000))) == (98 if text == "ab" else 1)
+    assert len(list(first_documents(endless(), 10_000))) == (393 if text == "ab" else 1)
     found = tokenise_windows(Letters(), itertools.chain([words(4000)], endless()), 64, 4)
     assert found.fit.shape == (4, 64)
 

@@ -1,5 +1,7 @@
 """Estimates: those of several methods made together, and figures of factors that outlive their Hessian."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from nstf.proposals import Recipe
 from nstf.quantizers import estimate_forms, filled, shuffle, trellis
 from nstf.quantizers.rounding import turned
 from nstf.quantizers.stats import Stats
+from nstf_convert.pipeline.propose import candidates
 
 
 def _stats(cols: int, rows: int, figures: dict | None = None) -> Stats:
@@ -54,3 +57,19 @@ def test_formats_of_one_basis_share_a_factor(monkeypatch) -> None:
     for method in (trellis, shuffle):
         method.estimate(weight, method.Params(quarter_bits=12, block=64, rounding="ldlq"), stats)
     assert len(made) == 1
+
+
+def test_candidates_that_are_estimated_together_keep_their_places(monkeypatch) -> None:
+    """A GPU is asked once for what is rounded to nearest; the others of a tensor are estimated between them."""
+    wanted = [
+        Recipe("shuffle", {"quarter_bits": 12, "block": 64}),
+        Recipe("int_grid", {"bits": 3, "group": 32, "scale_bits": 8}),
+        Recipe("dense", {"dtype": "bfloat16"}),
+        Recipe("grid16", {"group": 32, "scale_bits": 8}),
+        Recipe("fp8", {"group": 0}),
+    ]
+    weight = torch.randn(48, 64)
+    signature = SimpleNamespace(weight=weight, stats=_stats(64, 48), lead=1)
+    apart = candidates.estimates(signature, wanted)
+    monkeypatch.setattr(candidates, "_asks_at_once", lambda device: True)
+    assert candidates.estimates(signature, wanted) == pytest.approx(apart, rel=1e-6)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import nstf.runtime
@@ -97,11 +98,24 @@ def test_windows_and_padding_keep_their_masks(tmp_path: Path) -> None:
 
 
 def test_the_attention_is_given_back_after_an_error() -> None:
-    config: Any = type("Config", (), {"_attn_implementation": "sdpa"})()
+    config = transformers.LlamaConfig(attn_implementation="sdpa")
     with pytest.raises(ValueError, match="in the middle"), prompt_attention(config):
         assert config._attn_implementation != "sdpa"
         raise ValueError("in the middle")
     assert config._attn_implementation == "sdpa"
+
+
+def test_what_is_set_during_a_prompt_stays_and_configs_inside_are_left_alone() -> None:
+    text = transformers.LlamaConfig(attn_implementation="sdpa")
+    with prompt_attention(text):
+        text._attn_implementation = "eager"
+    assert text._attn_implementation == "eager"
+    both = transformers.LlavaConfig(attn_implementation="sdpa")
+    both.vision_config._attn_implementation = "eager"
+    with prompt_attention(both):
+        assert both.vision_config._attn_implementation == "eager" != both._attn_implementation
+    assert both._attn_implementation == "sdpa"
+    assert both.vision_config._attn_implementation == "eager"
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nstf.runtime.torch_state import usual_process, usual_thread
+from nstf.runtime.torch_state import _Settings, usual_process, usual_thread
 
 BACKENDS: Any = torch.backends
 MODULES = (
@@ -53,8 +53,10 @@ def setters() -> list[Callable[[], Any]]:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    with usual_process():  # which puts everything back
-        yield
+    settings = _Settings()
+    settings.put_aside()
+    yield
+    settings.put_back()
 
 
 def test_all_of_a_process_is_usual_inside_and_as_it_was_afterwards() -> None:
@@ -88,3 +90,34 @@ def test_all_of_a_thread_too() -> None:
             assert makes() == wanted
     finally:
         torch.set_default_device(None)
+
+
+def test_of_users_that_overlap_the_last_one_puts_back() -> None:
+    """The first to end left its own state to the other, and that one's to the process."""
+    torch.set_float32_matmul_precision("medium")
+    before = state()
+    first, second = usual_process(), usual_process()
+    first.__enter__()
+    inside = state()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert state() == inside != before
+    second.__exit__(None, None, None)
+    assert state() == before
+
+
+def test_what_cannot_be_set_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("medium")
+    before = state()
+
+    def broken(dtype: torch.dtype) -> None:
+        if dtype == torch.float32:
+            monkeypatch.undo()
+            raise RuntimeError("not here")
+
+    monkeypatch.setattr(torch, "set_default_dtype", broken)
+    with pytest.raises(RuntimeError, match="not here"), usual_process():
+        raise AssertionError
+    assert state() == before
+    with usual_process():
+        assert torch.get_default_dtype() == torch.float32

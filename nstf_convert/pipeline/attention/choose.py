@@ -122,19 +122,18 @@ def _within(chooser: Chooser, budget: float, allowed: float = math.inf) -> Chose
     first = chooser.within(budget_bytes)
     best = chooser.measured(first)
     chooser.correct(first)
-    second = chooser.within(budget_bytes)
-    last = best
-    if second != first:
-        last = chooser.measured(second)
-        best = _least([best, last], allowed)
+    last, chosen = best, first
+    again = chooser.within(budget_bytes)
     for _ in range(STEPS):
-        if best.loss.upper <= allowed or not chooser.heed_answers(second, last.loss):
+        if [c.group for c in again] == [c.group for c in chosen]:
             break
-        before, second = second, chooser.within(budget_bytes)
-        if [c.group for c in second] == [c.group for c in before]:
+        found = chooser.measured(again)
+        best = _least([best, found], allowed)
+        if math.isfinite(found.loss.upper):  # the others say nothing
+            last, chosen = found, again
+        if best.loss.upper <= allowed or not chooser.heed_answers(chosen, last.loss):
             break
-        last = chooser.measured(second)
-        best = _least([best, last], allowed)
+        again = chooser.within(budget_bytes)
     return _best(best, chooser.rivals(budget_bytes), chooser.profile, allowed)
 
 

@@ -115,7 +115,8 @@ class Chooser:
             measured = loss.mean if name == "losses" else loss.answers
             expected = sum(getattr(getattr(choice, name), kind) for choice in chosen)
             if expected > 0:
-                found = found._replace(**{kind: min(max(measured / expected, 1 / FACTOR), FACTOR)})
+                ratio = FACTOR if math.isnan(measured) else measured / expected
+                found = found._replace(**{kind: min(max(ratio, 1 / FACTOR), FACTOR)})
         return found
 
     def heed_answers(self, chosen: Sequence[Choice], loss: Loss) -> bool:
@@ -197,6 +198,7 @@ class Chooser:
         return sum(group_bytes(c.group, self.head_dim, self.profile.context) for c in chosen)
 
     def measured(self, chosen: Sequence[Choice], is_uniform: bool = False) -> Chosen:
+        """The plan of these choices with what it is measured to lose."""
         layers = layers_of(chosen, self.profile)
         size = self.size(chosen)
         loss = Loss(0.0, 0.0) if all(c.is_plain for c in chosen) else self.measure(layers)

@@ -292,7 +292,8 @@ def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
         sizes = (size, size) if isinstance(size, int) else tuple(size)
         return name, made_up_shape((getattr(config, "num_channels", 3), *sizes))
     if name == "input_features" and hasattr(config, "num_mel_bins"):
-        return name, made_up_shape((config.num_mel_bins, 2 * getattr(config, "max_source_positions", 1500)))
+        bands, positions = made_up_shape((config.num_mel_bins, getattr(config, "max_source_positions", 1500)))
+        return name, made_up_shape((bands, 2 * positions))
     raise UsageError(
         f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
         "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"

@@ -123,6 +123,10 @@ def bits_of(unit: Unit, tree: Node) -> tuple[float, float]:
     return leaf_code_bits(tree, unit.shape) / unit.elements, arrays * 8 / unit.elements
 
 
+def _asks_at_once(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def estimates(signature: Signature, wanted: Sequence[Recipe]) -> list[float]:
     """Expected losses of quantised and dense recipes, from a sample of rows where the method is content with that."""
     inner, stats, lead = signature.weight, signature.stats, signature.lead
@@ -131,7 +135,7 @@ def estimates(signature: Signature, wanted: Sequence[Recipe]) -> list[float]:
     # A GPU is asked once for all that is rounded to nearest. On a processor, where that saves nothing, each method keeps
     # products of its own: how many rows these have may move their last bit.
     may = [i for i, r in enumerate(wanted) if r.method != "dense" and recipes.has_forms(r)]
-    together = may if inner.is_cuda else []
+    together = may if _asks_at_once(inner.device) else []
     if together:
         values = recipes.estimate_together([wanted[i] for i in together], sample, sampled, 1)
         found.update(zip(together, values, strict=True))

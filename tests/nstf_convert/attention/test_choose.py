@@ -321,3 +321,20 @@ def test_what_is_no_number_at_answers_is_refused_and_prices_nothing() -> None:
     with pytest.raises(BudgetError, match="at answers"):
         choose(found, SIZE, measure, 0.3, 0.02, at_answers=lambda: found)
     assert calls < 12
+
+
+@pytest.mark.parametrize("kind", ["text", "answers"])
+def test_a_kind_that_measures_as_no_number_alone_is_dear_and_breaks_nothing(kind: str) -> None:
+    found = profile()
+    plain = Truth(found)
+
+    def measure(layers: Sequence[LayerPlan]) -> Loss:
+        loss = replace(plain(layers), answers=2 * plain(layers).mean)
+        alone = {g.values for plan in layers for g in plan.groups} == {PLAIN}
+        if not alone or not any(g.recent or g.keys.bits <= 4 for plan in layers for g in plan.groups):
+            return loss
+        return replace(loss, mean=float("nan")) if kind == "text" else replace(loss, answers=float("nan"))
+
+    for budget in (None, 0.6):
+        chosen = choose(found, SIZE, measure, budget, 0.02, at_answers=lambda: found)
+        assert chosen.loss.upper <= 0.02

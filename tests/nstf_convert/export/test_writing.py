@@ -159,22 +159,31 @@ def test_a_file_of_an_export_replaces_nothing_of_another_kind(tmp_path: Path, na
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.README.md", "x.onnx", "x.onnx.data"]
 
 
-def test_an_older_file_has_its_name_back_where_its_weights_cannot_be_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", [OSError(5, "Input/output error", "x.onnx.data"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["weights", "sync"])
+def test_an_older_file_has_its_name_back_where_its_weights_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, where: str
 ) -> None:
     output = tmp_path / "x.onnx"
     single(output, b"first")
-    real = Path.replace
+    move, sync = Path.replace, writing._sync
 
-    def fails(self: Path, target: Path) -> Path:
-        if Path(target).suffix == ".data":
-            raise OSError(5, "Input/output error", str(target))
-        return real(self, target)
+    def replace(self: Path, target: Path) -> Path:
+        if where == "weights" and Path(target).suffix == ".data":
+            raise fault
+        return move(self, target)
 
-    monkeypatch.setattr(Path, "replace", fails)
-    with pytest.raises(OSError, match="Input/output"):
+    def fails(path: Path) -> None:
+        if where == "sync" and path == tmp_path:
+            raise fault
+        sync(path)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(writing, "_sync", fails)
+    with pytest.raises(type(fault)):
         single(output, b"second")
     assert output.read_bytes() == b"first" == output.with_name("x.onnx.data").read_bytes()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_a_link_into_a_folder_that_is_missing_is_wrong_use(tmp_path: Path) -> None:

@@ -178,5 +178,14 @@ def test_an_empty_text_gives_no_batches():
 )  # fmt: skip
 def test_a_config_does_not_say_how_much_memory_is_taken(config):
     """An image of 4,000 pixels a side was asked for with a batch of them: 16 GB in the first layer."""
-    with pytest.raises(UsageError, match="cannot be made up: give a file of real inputs"):
+    with pytest.raises(UsageError, match="cannot be made up: correct the config"):
         synthetic_batches(config, 16, seed=0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_source_positions": "x"}, {"max_source_positions": None}, {"decoder_start_token_id": "x"}]
+)
+def test_numbers_of_a_config_that_are_none_are_refused(wrong: dict[str, object]) -> None:
+    config = {"num_mel_bins": 8, "is_encoder_decoder": True, "decoder_start_token_id": 1}
+    with pytest.raises(UsageError, match=r"cannot be made up|a token is needed"):
+        synthetic_batches({**config, **wrong}, 1, seed=0)
