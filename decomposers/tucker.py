@@ -21,6 +21,7 @@ from nstf.decomposers.factors import BytesOf, Decomposition, lead_for, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.decomposers.tensorly_backend import torch_backend
 from nstf.decomposers.views import views_for
 from nstf.kernels.formats import tucker
@@ -28,6 +29,7 @@ from nstf.kernels.formats.tree import Shape
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = tucker.KIND
+REMEMBERS = True
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,14 @@ def decompose(
     params: Params,
     stats_hessian: Tensor | None = None,
     row_weight: Tensor | None = None,
+    remembered: Remembered = FORGETFUL,
 ) -> Decomposition:
     """Core and bases. weight, hessian, row_weight: see modes.whiten. Raises ValueError."""
     shape = tuple(weight.shape)
     view = params.view or shape
     node = tucker.Params(params.ranks, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
-    factors = _fit(whitened.tensor, node.ranks, params.iterations)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight, remembered)
+    factors = _fit(whitened, node.ranks, params.iterations)
     refit = _Refit(whitened, node)
     named = {f"factor{i}": _stored(whitened.out_of(f, i)) for i, f in factors.items()}
     core, core_metric = refit.core(named)
@@ -151,12 +154,13 @@ def _stored(factor: Tensor) -> Tensor:
     return factor.to(torch.float32).contiguous()
 
 
-def _fit(tensor: Tensor, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
-    """Orthonormal bases [n, rank] of the axes whose rank is below their size. tensor: float64."""
+def _fit(whitened: Whitened, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
+    """Orthonormal bases [n, rank] of the axes whose rank is below their size."""
+    tensor = whitened.tensor
     axes = [i for i, (rank, size) in enumerate(zip(ranks, tensor.shape, strict=True)) if rank < size]
     if not axes:
         return {}
-    spectral = {i: gram_eigen(unfold(tensor, i))[1][:, : ranks[i]] for i in axes}
+    spectral = {i: whitened.basis(i)[:, : ranks[i]] for i in axes}
     if len(axes) == 1 or iterations < 1 or float(tensor.norm()) == 0.0:
         return spectral
     # HOOI cannot fill a rank above the product of the others; tensorly would fill it at random.

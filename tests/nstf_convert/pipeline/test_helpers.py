@@ -137,8 +137,8 @@ def test_a_process_on_the_same_device_takes_candidates_and_the_layers_that_are_c
         here.clear()
         ahead(self, wanted)
 
-    def encoded(self, unit, recipe):
-        result = encode(self, unit, recipe)
+    def encoded(self, unit, recipe, *known):
+        result = encode(self, unit, recipe, *known)
         if result.seconds:  # made, not found
             here.append((unit.name, recipe))
         return result
