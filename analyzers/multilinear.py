@@ -55,11 +55,11 @@ class Unfolding:
         self._sampled = sampled
         self._values: Tensor | None = None
         self._energies: Tensor | None = None
-        total = float(product.diagonal().sum(dtype=torch.float64))
         if self.side <= SMALL:
             self.sharpen()
             return
-        squares = float((product * product.T).sum(dtype=torch.float64))
+        sums = (part.sum(dtype=torch.float64) for part in (product.diagonal(), product * product.T))
+        total, squares = torch.stack(list(sums)).tolist()
         ranks = np.arange(self.side + 1)
         spread = max(0.0, squares - total * total / self.side) / self.side
         most = ranks * total / self.side + np.sqrt(spread * ranks * (self.side - ranks))
@@ -206,14 +206,14 @@ def _root(h: Tensor) -> Tensor:
     """L, L L^T = H, float64; H is lifted by what keeps it positive."""
     h = h.double()
     h = (h + h.T) / 2
-    lift = 1e-7 * max(float(h.diagonal().mean()), 1e-30)
+    lift = 1e-7 * h.diagonal().mean().clamp_min(1e-30)
     factor: Tensor
     for _ in range(8):
         h.diagonal().add_(lift)
         factor, info = torch.linalg.cholesky_ex(h)
         if int(info) == 0:
             break
-        lift *= 4
+        lift = 4 * lift
     else:
         values, vectors = torch.linalg.eigh(h)
         factor = vectors * values.clamp_min(0.0).sqrt()
@@ -232,7 +232,7 @@ def _separable(weights: Tensor, sizes: Shape, inside: list[int]) -> tuple[Tensor
     mean = grid.mean().clamp_min(1e-30)
     product = grid.mean(rest, keepdim=True) * grid.mean(inside, keepdim=True) / mean
     ratio = (grid + 1e-12 * mean) / (product + 1e-12 * mean)
-    low, high = float(ratio.min()), float(ratio.max())
+    low, high = torch.stack(ratio.aminmax()).tolist()
     if high <= EVEN * low:
         return (product.expand(sizes) * min(1.0, low)).reshape(-1), True
     return product.expand(sizes).reshape(-1), False

@@ -97,7 +97,7 @@ class Prepared:
         low_rank.children(params, self.shape)
         w, basis = self.weight, self.basis[:, :rank]
         s = self.singular_values[:rank]
-        split = s.clamp_min(1e-9 * max(float(self.singular_values[0]), 1e-30)).sqrt()
+        split = torch.maximum(s, 1e-9 * self.singular_values[0].clamp_min(1e-30)).sqrt()
         if self.by_rows:
             scale = None if self.row_weight is None else self.row_weight.sqrt()[:, None]
             a = basis if scale is None else basis / scale
