@@ -30,7 +30,7 @@ from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import lost
 from nstf_convert.pipeline.propose.methods import versions
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
+from nstf_convert.pipeline.propose.units import Statistics, Unit, working_bytes
 from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
@@ -38,8 +38,6 @@ ALGORITHMS = 11
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
-# What a weight of a large table takes beyond the rows that are worked on: 4 bytes as it is, up to 2 encoded, twice.
-LARGE_BYTES = 8
 # Why nothing of what a method proposed is a candidate.
 LOOKED_AT = "looked at: others of no more bytes are expected to lose less"
 
@@ -432,27 +430,10 @@ class Encoder:
         return float(self._estimated(unit, allowed)["signal"])
 
 
-def working_bytes(unit: Unit) -> int:
-    """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies.
-
-    Of a large table this is some rows at a time; the whole is there as the checkpoint gives it, and encoded, twice over
-    while its parts are joined.
-    """
-    some = LARGE_TABLE if unit.large_table else unit.elements
-    return 4 * 6 * some + LARGE_BYTES * (unit.elements - some) + 8 * 6 * _matrix(unit)[1] ** 2
-
-
 def _summary(
     name: str, weight: Tensor, hessian: Tensor | None, reshapes: list[tuple[int, ...]]
 ) -> dict[str, Any]:
     return summary(name, weight, hessian, reshapes=reshapes).to_json()
-
-
-def _matrix(unit: Unit) -> tuple[int, int]:
-    rows = 1
-    for size in unit.inner_shape[: unit.lead]:
-        rows *= size
-    return rows, unit.elements // rows
 
 
 def _look(look: Look) -> list[Any]:
