@@ -17,15 +17,17 @@ which needs no eigenproblem; `sharpen` solves it where that does not settle the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 MARGIN = 4.0
 """What an estimate that is no bound is divided by."""
@@ -33,6 +35,8 @@ SMALL = 128
 """Sides up to this have their singular values found at once."""
 CHUNK = 1 << 26
 """Weights that are looked at in one product."""
+KEPT = 1 << 24
+"""Numbers up to which a root, or the weight times it, is kept for further unfoldings."""
 ROUNDING = 2e-6
 """Share of the energy that is taken off: products are in float32."""
 EVEN = 1.01
@@ -51,11 +55,11 @@ class Unfolding:
         self._sampled = sampled
         self._values: Tensor | None = None
         self._energies: Tensor | None = None
-        total = float(product.diagonal().sum(dtype=torch.float64))
         if self.side <= SMALL:
             self.sharpen()
             return
-        squares = float((product * product.T).sum(dtype=torch.float64))
+        sums = (part.sum(dtype=torch.float64) for part in (product.diagonal(), product * product.T))
+        total, squares = torch.stack(list(sums)).tolist()
         ranks = np.arange(self.side + 1)
         spread = max(0.0, squares - total * total / self.side) / self.side
         most = ranks * total / self.side + np.sqrt(spread * ranks * (self.side - ranks))
@@ -98,21 +102,37 @@ class Unfolding:
 class Metric:
     """A tensor as a matrix with its norm. weight: [rows, cols]; hessian: [cols, cols] or None for the identity; row_weight:
     [rows] or None for ones. share: by which losses and energies of its unfoldings are multiplied, where it is a part of a
-    tensor."""
+    tensor. derived: (key, make) -> what `make` gives of the Hessian, made once a key; without it everything is made anew."""
 
     weight: Tensor
     hessian: Tensor | None
     row_weight: Tensor | None
     share: float = 1.0
+    derived: Callable[[Hashable, Callable[[], Any]], Any] | None = None
 
     @property
     def elements(self) -> int:
         return self.weight.numel()
 
+    def _of_inputs(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What follows from the Hessian alone: tensors of the same inputs share it."""
+        if self.derived is None or self.weight.shape[1] ** 2 > KEPT:
+            return make()
+        return self.derived(("unfoldings", key), make)  # type: ignore[no-any-return]
+
     @cached_property
     def _root(self) -> Tensor:
-        assert self.hessian is not None
-        return _root(self.hessian).to(self.weight.device, torch.float32)
+        known = self.hessian
+        assert known is not None
+        return self._of_inputs("root", lambda: _root(known).to(self.weight.device, torch.float32))
+
+    @cached_property
+    def _product(self) -> Tensor:
+        """R W L, for the unfoldings that split neither the weights of rows nor the inputs."""
+        weighted = self.weight.float()
+        if self.row_weight is not None:
+            weighted = weighted * self.row_weight.to(weighted).sqrt()[:, None]
+        return weighted @ self._root
 
     def unfolding(self, dims: Shape, axes: tuple[int, ...]) -> Unfolding:
         """That of the view `dims` with `axes` as rows. Raises ValueError where the view does not keep rows and columns of
@@ -154,10 +174,10 @@ class Metric:
 
     def _of_view(self, dims: Shape, first: int, axes: tuple[int, ...]) -> Unfolding:
         """An unfolding that splits rows, columns or both."""
-        tensor, share = self.weight.float(), self.share
+        tensor, share, split = self.weight.float(), self.share, False
         if self.row_weight is not None:
             inside = [a for a in axes if a < first]
-            split = inside and len(inside) < first
+            split = 0 < len(inside) < first
             weights, exact = _separable(self.row_weight.to(tensor), dims[:first], inside) if split else (
                 self.row_weight.to(tensor), True,
             )  # fmt: skip
@@ -166,9 +186,14 @@ class Metric:
         columns = [a - first for a in axes if a >= first]
         if self.hessian is not None:
             if columns and len(columns) < len(dims) - first:
-                tensor, share = _whitened_apart(tensor, self.hessian, dims[first:], columns), share / MARGIN
+                known, sizes = self.hessian, dims[first:]
+                roots = self._of_inputs(
+                    ("apart", sizes, tuple(columns)),
+                    lambda: tuple(_root(part).to(tensor) for part in _apart(known, sizes, columns)),
+                )
+                tensor, share = _whitened_apart(tensor, roots, sizes, columns), share / MARGIN
             else:
-                tensor = tensor @ self._root
+                tensor = tensor @ self._root if split or self.elements > KEPT else self._product
         others = [a for a in range(len(dims)) if a not in axes]
         side = math.prod(dims[a] for a in axes)
         matrix = tensor.reshape(dims).permute(*axes, *others).reshape(side, -1)
@@ -181,14 +206,14 @@ def _root(h: Tensor) -> Tensor:
     """L, L L^T = H, float64; H is lifted by what keeps it positive."""
     h = h.double()
     h = (h + h.T) / 2
-    lift = 1e-7 * max(float(h.diagonal().mean()), 1e-30)
+    lift = 1e-7 * h.diagonal().mean().clamp_min(1e-30)
     factor: Tensor
     for _ in range(8):
         h.diagonal().add_(lift)
         factor, info = torch.linalg.cholesky_ex(h)
         if int(info) == 0:
             break
-        lift *= 4
+        lift = 4 * lift
     else:
         values, vectors = torch.linalg.eigh(h)
         factor = vectors * values.clamp_min(0.0).sqrt()
@@ -207,7 +232,7 @@ def _separable(weights: Tensor, sizes: Shape, inside: list[int]) -> tuple[Tensor
     mean = grid.mean().clamp_min(1e-30)
     product = grid.mean(rest, keepdim=True) * grid.mean(inside, keepdim=True) / mean
     ratio = (grid + 1e-12 * mean) / (product + 1e-12 * mean)
-    low, high = float(ratio.min()), float(ratio.max())
+    low, high = torch.stack(ratio.aminmax()).tolist()
     if high <= EVEN * low:
         return (product.expand(sizes) * min(1.0, low)).reshape(-1), True
     return product.expand(sizes).reshape(-1), False
@@ -224,9 +249,9 @@ def _apart(h: Tensor, sizes: Shape, inside: list[int]) -> tuple[Tensor, Tensor]:
     return left, right / torch.trace(left).clamp_min(1e-30)
 
 
-def _whitened_apart(tensor: Tensor, h: Tensor, sizes: Shape, inside: list[int]) -> Tensor:
+def _whitened_apart(tensor: Tensor, roots: tuple[Tensor, ...], sizes: Shape, inside: list[int]) -> Tensor:
     """The rows times the roots of the partial traces of H, each on its own axes."""
-    left, right = (_root(part).to(tensor) for part in _apart(h, sizes, inside))
+    left, right = roots
     rest = [a for a in range(len(sizes)) if a not in inside]
     order = [*inside, *rest]
     t = tensor.reshape(-1, *sizes).permute(0, *(1 + i for i in order))

@@ -48,7 +48,8 @@ class Signature:
         self.shape = tuple(weight.shape)
         self.rows, self.cols = math.prod(self.shape[:lead]), math.prod(self.shape[lead:])
         row_weight = None if stats.row_weight is None else stats.row_weight.reshape(-1)
-        self._metric = Metric(weight.detach().reshape(self.rows, self.cols), stats.hessian, row_weight)
+        matrix = weight.detach().reshape(self.rows, self.cols)
+        self._metric = Metric(matrix, stats.hessian, row_weight, derived=getattr(stats, "derived", None))
         self._found: dict[tuple[Shape, tuple[int, ...]], Unfolding] = {}
 
     @property
@@ -87,7 +88,8 @@ class Signature:
             return self._metric.unfolding(dims, axes)
         rows = some * self.rows // experts
         weights = None if self._metric.row_weight is None else self._metric.row_weight[:rows]
-        part = Metric(self._metric.weight[:rows], self._metric.hessian, weights, experts / some)
+        whole = self._metric
+        part = Metric(whole.weight[:rows], whole.hessian, weights, experts / some, whole.derived)
         return part.unfolding((some, *dims[1:]), axes)
 
 

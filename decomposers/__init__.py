@@ -8,15 +8,18 @@
 
 `add` is made of other methods: it has `KIND`, `PARTS`, `compose` and `proposals`, and `losses`, which says what its recipes
 are expected to lose without working all of each out. A method may have `faster(recipe, signature)`: the recipe in codes
-whose products take less time, or None. `METHODS` lists the files of this folder that are methods; `method(name)` imports
-one of them, nothing else.
+whose products take less time, or None. With `REMEMBERS = True` its `decompose` takes a `Remembered` after the row weights:
+what other ranks of the same tensor have found (remembered.py). `METHODS` lists the files of this folder that
+are methods; `method(name)` imports one of them, nothing else.
 """
 
 import importlib
 import pkgutil
 from types import ModuleType
 
-_HELPERS = {"__init__", "bounds", "chains", "factors", "modes", "norms", "ranks", "tensorly_backend", "views"}
+_HELPERS = {
+    "__init__", "bounds", "chains", "factors", "modes", "norms", "ranks", "remembered", "tensorly_backend", "views",
+}  # fmt: skip
 
 
 def listed() -> tuple[str, ...]:

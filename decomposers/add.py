@@ -106,7 +106,9 @@ def losses(signature: Signature, wanted: Sequence[Recipe], tools: Tools) -> list
     that, the recipe is left out.
     """
     weight, stats = signature.weight, signature.stats
-    prepared = svd.prepare(weight, stats.hessian, stats.row_weight, signature.lead)
+    prepared = svd.prepare(
+        weight, stats.hessian, stats.row_weight, signature.lead, remembered=tools.remembered
+    )
     out = []
     for rank in dict.fromkeys(rank_of(recipe) for recipe in wanted):
         own = [r for r in wanted if rank_of(r) == rank]

@@ -22,6 +22,7 @@ from nstf.decomposers.bounds import Frontier, cp_numbers
 from nstf.decomposers.factors import BytesOf, Decomposition, largest, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.decomposers.tensorly_backend import torch_backend
 from nstf.decomposers.views import LARGEST, views_for
 from nstf.kernels.formats import cp
@@ -29,6 +30,7 @@ from nstf.kernels.formats.tree import Shape
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = cp.KIND
+REMEMBERS = True
 PENALTIES = (1e-10, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Ridge on the factors of a tensor of unit norm. The first only keeps the normal equations solvable."""
 WORK = 5e9
@@ -63,6 +65,7 @@ def decompose(
     params: Params,
     stats_hessian: Tensor | None = None,
     row_weight: Tensor | None = None,
+    remembered: Remembered = FORGETFUL,
 ) -> Decomposition:
     """The terms' factors, weights folded in evenly. weight, hessian, row_weight: see modes.whiten.
 
@@ -71,7 +74,7 @@ def decompose(
     shape = tuple(weight.shape)
     view = params.view or shape
     node = cp.Params(params.rank, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight, remembered)
     norm = float(whitened.tensor.norm())
     if norm == 0.0:
         factors = [whitened.tensor.new_zeros(size, params.rank) for size in view]

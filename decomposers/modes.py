@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nstf.decomposers.factors import check_finite
 from nstf.decomposers.norms import DAMPING, cholesky, damped
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.kernels.formats.cp import check_view, check_view_of
 from nstf.kernels.formats.tree import Shape
 
@@ -45,6 +46,7 @@ class Whitened:
     columns: int = 0
     row_scale: Tensor | None = None
     _covariances: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _bases: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def covariance(self, axis: int) -> Tensor:
         """The covariance on `axis`, identity where there is none; made once, as every factor's rounding asks for it."""
@@ -56,6 +58,12 @@ class Whitened:
                 made = root @ root.T if root.ndim == 2 else torch.diag(root.square())
             self._covariances[axis] = made
         return self._covariances[axis]
+
+    def basis(self, axis: int) -> Tensor:
+        """The eigenvectors of the whitened tensor's unfolding, as columns, the largest first; made once."""
+        if axis not in self._bases:
+            self._bases[axis] = gram_eigen(unfold(self.tensor, axis))[1]
+        return self._bases[axis]
 
     def into(self, factor: Tensor, axis: int, dim: int = 0) -> Tensor:
         """A factor in whitened coordinates: L^T along its dimension `dim`, which is the tensor's `axis`."""
@@ -106,6 +114,7 @@ def whiten(
     hessian: Tensor | None = None,
     damping: float = DAMPING,
     row_weight: Tensor | None = None,
+    remembered: Remembered = FORGETFUL,
 ) -> Whitened:
     """The weight in `view`, whitened. weight: [out, in], [experts, out, in] or [out, in, kernel...].
 
@@ -116,6 +125,22 @@ def whiten(
     view (for a view that splits rows and columns elsewhere it is not used). Raises ValueError for other
     sizes.
     """
+    return remembered.of_tensor(
+        weight,
+        "whitened",
+        (view, damping),
+        lambda: _whitened(weight, view, hessian, damping, row_weight, remembered),
+    )
+
+
+def _whitened(
+    weight: Tensor,
+    view: Shape,
+    hessian: Tensor | None,
+    damping: float,
+    row_weight: Tensor | None,
+    remembered: Remembered,
+) -> Whitened:
     check_view(view)
     shape = tuple(weight.shape)
     check_view_of(view, shape)
@@ -124,9 +149,15 @@ def whiten(
     roots: dict[int, Tensor] = {}
     patch, columns = None, len(view)
     if hessian is not None:
-        covariances, columns = _covariances(shape, view, hessian, damping)
-        roots = {axis: cholesky(c) for axis, c in covariances.items()}
-        patch = damped(hessian, damping) if len(roots) > 1 else None
+        h = remembered.of_inputs(("damped", damping), lambda: damped(hessian, damping))
+        covariances, columns = _covariances(shape, view, h)
+        if len(covariances) == 1:
+            roots = {
+                axis: remembered.of_inputs(("root", damping), lambda: cholesky(h)) for axis in covariances
+            }
+        else:
+            roots = {axis: cholesky(c) for axis, c in covariances.items()}
+            patch = h
     row_scale = None
     if row_weight is not None:
         scales = _row_scales(view[:columns], row_weight.reshape(-1).to(torch.float64), damping)
@@ -140,10 +171,9 @@ def whiten(
     return Whitened(tensor, original, roots, patch, columns, row_scale)
 
 
-def _covariances(shape: Shape, view: Shape, hessian: Tensor, damping: float) -> tuple[dict[int, Tensor], int]:
-    """The covariance of each input axis, and the first input axis."""
-    n = hessian.shape[0]
-    h = damped(hessian, damping)
+def _covariances(shape: Shape, view: Shape, h: Tensor) -> tuple[dict[int, Tensor], int]:
+    """The covariance of each input axis, and the first input axis. h: damped; where one axis has all inputs, it is its."""
+    n = h.shape[0]
     kernels = len(shape) > 3 or (len(shape) == 3 and n != shape[-1])
     if kernels and view[:2] == shape[:2] and n == shape[1]:
         return {1: h}, 1

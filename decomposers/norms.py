@@ -49,7 +49,7 @@ def solve_spd(gram: Tensor, right: Tensor) -> Tensor:
     A relative ridge of 1e-12 keeps a rank-deficient gram (zero or repeated factors) solvable.
     """
     lifted = gram.clone()
-    lifted.diagonal().add_(1e-12 * max(float(gram.diagonal().mean()), 1e-300))
+    lifted.diagonal().add_(1e-12 * gram.diagonal().mean().clamp_min(1e-300))
     factor, info = torch.linalg.cholesky_ex(lifted)
     if int(info) == 0:
         return torch.cholesky_solve(right, factor)

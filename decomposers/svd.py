@@ -13,7 +13,7 @@ eigenproblem. Squaring loses singular values below 1e-8 of the largest: less tha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +28,13 @@ from nstf.decomposers.factors import (
     unique,
 )
 from nstf.decomposers.norms import DAMPING, cholesky, damped, solve_spd
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.kernels.formats import low_rank
 from nstf.kernels.formats.tree import Shape
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = low_rank.KIND
+REMEMBERS = True
 NAME = "low_rank"
 CHUNK = 8192
 
@@ -95,7 +97,7 @@ class Prepared:
         low_rank.children(params, self.shape)
         w, basis = self.weight, self.basis[:, :rank]
         s = self.singular_values[:rank]
-        split = s.clamp_min(1e-9 * max(float(self.singular_values[0]), 1e-30)).sqrt()
+        split = torch.maximum(s, 1e-9 * self.singular_values[0].clamp_min(1e-30)).sqrt()
         if self.by_rows:
             scale = None if self.row_weight is None else self.row_weight.sqrt()[:, None]
             a = basis if scale is None else basis / scale
@@ -139,21 +141,45 @@ def prepare(
     row_weight: Tensor | None = None,
     lead: int = 1,
     damping: float = DAMPING,
+    remembered: Remembered = FORGETFUL,
 ) -> Prepared:
     """The spectrum of a weight in the norm of its statistics. weight: any shape with `lead` leading row axes.
 
     hessian: [cols, cols] or None (plain SVD). row_weight: [rows] or None. Raises ValueError on shapes that do
     not fit and on NaN or infinity.
     """
-    w, h, row_weight = _checked(weight, hessian, row_weight, lead, damping)
-    gram, root = _whitened_gram(w, h, row_weight)
+    return remembered.of_tensor(
+        weight,
+        "low rank",
+        (lead, damping),
+        lambda: _prepared(weight, hessian, row_weight, lead, damping, remembered),
+    )
+
+
+def _prepared(
+    weight: Tensor,
+    hessian: Tensor | None,
+    row_weight: Tensor | None,
+    lead: int,
+    damping: float,
+    remembered: Remembered,
+) -> Prepared:
+    w, h, row_weight = _checked(weight, hessian, row_weight, lead, damping, remembered)
+    gram, root = _whitened_gram(
+        w, h, row_weight, lambda known: remembered.of_inputs(("root", damping), lambda: cholesky(known))
+    )
     values, vectors = torch.linalg.eigh(gram)
     singular = values.flip(0).clamp_min(0.0).sqrt()
     return Prepared(w, tuple(weight.shape), lead, singular, vectors.flip(1), h, root, row_weight)
 
 
 def _checked(
-    weight: Tensor, hessian: Tensor | None, row_weight: Tensor | None, lead: int, damping: float
+    weight: Tensor,
+    hessian: Tensor | None,
+    row_weight: Tensor | None,
+    lead: int,
+    damping: float,
+    remembered: Remembered,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(the weight as a float32 matrix, the Hessian and the row weights with damping, float64)."""
     shape = tuple(weight.shape)
@@ -169,10 +195,14 @@ def _checked(
         row_weight = row_weight.to(torch.float64)
         mean = float(row_weight.mean())
         row_weight = row_weight + damping * mean if mean > 0 else None
-    return w, None if hessian is None else damped(hessian, damping), row_weight
+    if hessian is None:
+        return w, None, row_weight
+    return w, remembered.of_inputs(("damped", damping), lambda: damped(hessian, damping)), row_weight
 
 
-def _whitened_gram(w: Tensor, h: Tensor | None, row_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _whitened_gram(
+    w: Tensor, h: Tensor | None, row_weight: Tensor | None, root_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
     """(the Gram matrix of R W H^1/2 on its smaller side, float64; the root of H where that is the columns')."""
     root = None
     if w.shape[0] <= w.shape[1]:
@@ -183,7 +213,7 @@ def _whitened_gram(w: Tensor, h: Tensor | None, row_weight: Tensor | None) -> tu
     else:
         gram = _gram(w, row_weight)
         if h is not None:
-            root = cholesky(h)
+            root = root_of(h)
             gram = root.T @ gram @ root
     return (gram + gram.T) / 2, root
 
@@ -193,9 +223,10 @@ def decompose(
     params: Params,
     stats_hessian: Tensor | None = None,
     row_weight: Tensor | None = None,
+    remembered: Remembered = FORGETFUL,
 ) -> Decomposition:
     """W ~ A B of `params.rank`. To cut several ranks from one weight use prepare(...).truncate(rank)."""
-    prepared = prepare(weight, stats_hessian, row_weight, params.lead, params.damping)
+    prepared = prepare(weight, stats_hessian, row_weight, params.lead, params.damping, remembered)
     return prepared.truncate(params.rank)
 
 

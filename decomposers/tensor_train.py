@@ -17,12 +17,14 @@ from nstf.decomposers.factors import BytesOf, Decomposition, Metrics, lead_for, 
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.decomposers.views import views_for
 from nstf.kernels.formats import tensor_train
 from nstf.kernels.formats.tree import Shape
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = tensor_train.KIND
+REMEMBERS = True
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ def decompose(
     params: Params,
     stats_hessian: Tensor | None = None,
     row_weight: Tensor | None = None,
+    remembered: Remembered = FORGETFUL,
 ) -> Decomposition:
     """The cores. weight, hessian, row_weight: see modes.whiten. Raises ValueError."""
     shape = tuple(weight.shape)
     view = params.view or shape
     node = tensor_train.Params(params.ranks, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
-    cores = _tt_svd(whitened.tensor, node.ranks)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight, remembered)
+    cores = _tt_svd(whitened, node.ranks)
     named = {f"core{i}": _stored(whitened.out_of(c, i, 1)) for i, c in enumerate(cores)}
     refit = _Refit(whitened, node)
     metrics = Metrics(named, lambda name: refit.metric(name, named))
@@ -101,14 +104,16 @@ def _stored(core: Tensor) -> Tensor:
     return core.to(torch.float32).contiguous()
 
 
-def _tt_svd(tensor: Tensor, ranks: Ranks) -> list[Tensor]:
-    """Cores [r, n, s], orthonormal but the last. tensor: float64."""
+def _tt_svd(whitened: Whitened, ranks: Ranks) -> list[Tensor]:
+    """Cores [r, n, s], orthonormal but the last, of the whitened tensor."""
+    tensor = whitened.tensor
     cores: list[Tensor] = []
     rest, bond = tensor.reshape(1, -1), 1
     for size, rank in zip(tensor.shape[:-1], ranks, strict=True):
         matrix = rest.reshape(bond * size, -1)
         if matrix.shape[0] <= matrix.shape[1]:
-            basis = gram_eigen(matrix)[1][:, :rank]
+            # The first cut is the unfolding of the first axis, whatever the ranks.
+            basis = (gram_eigen(matrix)[1] if cores else whitened.basis(0))[:, :rank]
             rest = basis.T @ matrix
         else:
             values, right = gram_eigen(matrix.T)

@@ -16,9 +16,7 @@ def torch_backend() -> Iterator[Any]:
     try:
         import tensorly
     except ImportError as error:
-        raise UnsupportedError(
-            "CP and Tucker decompositions need tensorly: pip install tensorly scipy"
-        ) from error
+        raise UnsupportedError("CP decompositions need tensorly: pip install tensorly scipy") from error
     before = tensorly.get_backend()
     tensorly.set_backend("pytorch", local_threadsafe=True)
     try:

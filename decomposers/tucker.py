@@ -1,7 +1,7 @@
 """Tucker: a core and one orthonormal basis an axis, by HOSVD and then HOOI; axes may be left whole (partial).
 
-HOSVD (De Lathauwer, De Moor, Vandewalle 2000) takes the leading eigenvectors of every unfolding; HOOI,
-which is tensorly's `partial_tucker`, improves them in turn. With a covariance the fit is in ||(W - W~)
+HOSVD (De Lathauwer, De Moor, Vandewalle 2000) takes the leading eigenvectors of every unfolding; HOOI
+improves them in turn, with the numbers of tensorly's `partial_tucker`. With a covariance the fit is in ||(W - W~)
 S^(1/2)||, see nstf.decomposers.modes; where the view splits the input
 (a convolution's channels and kernel), the bases come from the separable approximation there, and the core is
 then the exact least-squares solution in the full norm. Tucker-2 over (out, in) of a convolution: Kim et al.
@@ -9,7 +9,7 @@ then the exact least-squares solution in the full norm. Tucker-2 over (out, in) 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,16 @@ from nstf.decomposers.factors import BytesOf, Decomposition, lead_for, unique
 from nstf.decomposers.modes import Whitened, gram_eigen, gram_values, kron, mode_product, unfold, whiten
 from nstf.decomposers.norms import DAMPING, solve_spd
 from nstf.decomposers.ranks import Ranks, ranks_for_bytes, ranks_for_tail
-from nstf.decomposers.tensorly_backend import torch_backend
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.decomposers.views import views_for
 from nstf.kernels.formats import tucker
 from nstf.kernels.formats.tree import Shape
 from nstf.proposals import Recipe, Room, Signature, Target
 
 KIND = tucker.KIND
+REMEMBERS = True
+CHANGE = 1e-6
+"""Of the relative error of a fit: sweeps end below it."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,14 @@ def decompose(
     params: Params,
     stats_hessian: Tensor | None = None,
     row_weight: Tensor | None = None,
+    remembered: Remembered = FORGETFUL,
 ) -> Decomposition:
     """Core and bases. weight, hessian, row_weight: see modes.whiten. Raises ValueError."""
     shape = tuple(weight.shape)
     view = params.view or shape
     node = tucker.Params(params.ranks, view)
-    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight)
-    factors = _fit(whitened.tensor, node.ranks, params.iterations)
+    whitened = whiten(weight, view, stats_hessian, params.damping, row_weight, remembered)
+    factors = _fit(whitened, node.ranks, params.iterations)
     refit = _Refit(whitened, node)
     named = {f"factor{i}": _stored(whitened.out_of(f, i)) for i, f in factors.items()}
     core, core_metric = refit.core(named)
@@ -151,28 +155,54 @@ def _stored(factor: Tensor) -> Tensor:
     return factor.to(torch.float32).contiguous()
 
 
-def _fit(tensor: Tensor, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
-    """Orthonormal bases [n, rank] of the axes whose rank is below their size. tensor: float64."""
+def _fit(whitened: Whitened, ranks: Ranks, iterations: int) -> dict[int, Tensor]:
+    """Orthonormal bases [n, rank] of the axes whose rank is below their size."""
+    tensor = whitened.tensor
     axes = [i for i, (rank, size) in enumerate(zip(ranks, tensor.shape, strict=True)) if rank < size]
     if not axes:
         return {}
-    spectral = {i: gram_eigen(unfold(tensor, i))[1][:, : ranks[i]] for i in axes}
+    spectral = {i: whitened.basis(i)[:, : ranks[i]] for i in axes}
     if len(axes) == 1 or iterations < 1 or float(tensor.norm()) == 0.0:
         return spectral
-    # HOOI cannot fill a rank above the product of the others; tensorly would fill it at random.
+    # HOOI cannot fill a rank above the product of the others.
     useful = useful_ranks(ranks, tuple(tensor.shape))
     start = [spectral[i][:, : useful[i]] for i in axes]
-    core = tensor
-    for i, basis in zip(axes, start, strict=True):
-        core = mode_product(core, basis.T, i)
-    with torch_backend():
-        from tensorly.decomposition import partial_tucker
-
-        wanted = [useful[i] for i in axes]
-        (_, improved), _ = partial_tucker(
-            tensor, wanted, modes=axes, n_iter_max=iterations, init=(core, start), tol=1e-6
-        )
+    improved = _improved(tensor, axes, start, iterations)
     return {i: _filled(basis, spectral[i], ranks[i]) for i, basis in zip(axes, improved, strict=True)}
+
+
+def _improved(tensor: Tensor, axes: Sequence[int], start: Sequence[Tensor], iterations: int) -> list[Tensor]:
+    """The bases after so many sweeps, or those after which the error of the fit changes by less than `CHANGE`.
+
+    As tensorly's `partial_tucker`, to the bit; that asks a GPU for one number after the other of the columns' signs.
+    """
+    bases = list(start)
+    norm, errors = _norm(tensor), list[float]()
+    for sweep in range(iterations):
+        for k, axis in enumerate(axes):
+            rest = _projected(tensor, axes, bases, k)
+            vectors = torch.linalg.svd(unfold(rest, axis), full_matrices=False)[0][:, : bases[k].shape[1]]
+            largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+            bases[k] = vectors * largest.sgn()
+        core = _norm(_projected(tensor, axes, bases))
+        errors.append(math.sqrt(abs(norm * norm - core * core)) / norm)
+        if sweep > 1 and abs(errors[-2] - errors[-1]) < CHANGE:
+            break
+    return bases
+
+
+def _projected(
+    tensor: Tensor, axes: Sequence[int], bases: Sequence[Tensor], but: int | None = None
+) -> Tensor:
+    """The tensor in the coordinates of the bases, of all but one."""
+    for k, (axis, basis) in enumerate(zip(axes, bases, strict=True)):
+        if k != but:
+            tensor = mode_product(tensor, basis.T, axis)
+    return tensor
+
+
+def _norm(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.square().sum()))
 
 
 def _filled(basis: Tensor, spectral: Tensor, rank: int) -> Tensor:

@@ -69,7 +69,7 @@ def open_file(path: Path) -> Checkpoint:
         except UnsupportedError as error:
             note = f"{error}: tensors keep the names in the file, and no config is made"
             return Checkpoint(path, source, Plan(_under_own_names(source), notes=(note,)), None, dict)
-        return Checkpoint(path, source, plan, config, lambda: _side_files(path, header.metadata))
+        return Checkpoint(path, source, plan, config, lambda: _side_files(path, header))
     except NstfError:
         source.close()
         raise
@@ -267,9 +267,9 @@ def _with_rope_freqs(config: dict[str, Any], source: Source, path: Path) -> dict
     return config | {"rope_parameters": rope}
 
 
-def _side_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
-    files = tokenizer_files(path, metadata)
-    meta = Metadata(metadata, {}, path)
+def _side_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
+    files = tokenizer_files(path, header)
+    meta = Metadata(header.metadata, {}, path)
     end, end_of_turn = meta.token_id("eos"), meta.token_id("eot")
     # A chat model stops at either.
     ends = [end, end_of_turn] if None not in (end, end_of_turn) and end != end_of_turn else end

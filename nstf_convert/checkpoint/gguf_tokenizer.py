@@ -3,26 +3,27 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.config import strip_code
+from nstf_convert.checkpoint.gguf_check import GgufHeader
+from nstf_convert.checkpoint.gguf_reader import header_for_transformers
 from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
 
 # Of a token: merges are made of all places where one can be divided, in time that grows with the square.
 MOST_LETTERS = 4096
 
 
-def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
+def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
     """The tokenizer's files by name; empty when the GGUF carries no tokenizer.
 
-    path: a file whose header has passed `gguf_check` (transformers' reader trusts the counts in the file).
+    path: the file of that header, which has passed `gguf_check` (transformers' reader trusts the counts in the file).
     Raises UnsupportedError for a tokenizer that transformers cannot rebuild.
     """
-    if "tokenizer.ggml.tokens" not in metadata:
+    if "tokenizer.ggml.tokens" not in header.metadata:
         return {}
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = header.metadata["tokenizer.ggml.tokens"]
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise UnsupportedError(
             f"{path}: its tokenizer.ggml.tokens is no list of texts, so it has no tokenizer"
@@ -34,7 +35,7 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, bytes]:
     from transformers import AutoTokenizer
 
     real = path.resolve()
-    with foreign_errors(f"{path}: its tokenizer cannot be rebuilt"):
+    with foreign_errors(f"{path}: its tokenizer cannot be rebuilt"), header_for_transformers(header):
         tokenizer = AutoTokenizer.from_pretrained(
             str(real.parent), gguf_file=real.name, local_files_only=True, trust_remote_code=False
         )

@@ -232,12 +232,13 @@ class Tools:
 
     leaf: (a quantiser's recipe, dense factor, its metric or None) -> the factor encoded. estimate: (a quantiser's recipe,
     dense tensor) -> its expected loss, without encoding. beaten: (recipe, loss) -> whether another candidate of no more
-    bytes loses no more.
+    bytes loses no more. remembered: what decompositions of the tensor have found (nstf.decomposers.remembered).
     """
 
     leaf: Callable[[Recipe, Tensor, Tensor | None], Any]
     estimate: Callable[[Recipe, Tensor], float]
     beaten: Callable[[Recipe, float], bool]
+    remembered: Any
 
 
 def _rounded(least: float, factor: FactorForm | None, signal: float) -> float:

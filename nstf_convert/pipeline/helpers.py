@@ -6,7 +6,8 @@ costs time and nothing else. Processes, since the precision of matrix products i
 
 A helper on each further GPU takes a part of the calibration (nstf_convert.pipeline.calibrate.share), and encodes and
 measures the best single formats while the first process does so with the mix. Helpers beside the first process, on its own
-GPU, take a part of the candidates alone: of small matrices these are Python and launches, which leave the GPU idle.
+GPU, take a part of the candidates alone, and of what methods propose once a plan gives few bits: of small matrices these
+are Python and launches, which leave the GPU idle.
 """
 
 import logging
@@ -233,9 +234,20 @@ class Helpers:
 
     def keep_one(self) -> None:
         """Ends all processes but one that has done what it was asked for, if there is one."""
-        kept = next((c for c in self._alive() if c not in self._late and c not in self._busy), None)
+        self._keep(self._ready()[:1])
+
+    def keep_ready(self) -> None:
+        """Ends the processes that have not done what they were asked for."""
+        self._keep(self._ready())
+
+    def _ready(self) -> list[Connection]:
+        return [c for c in self._alive() if c not in self._late and c not in self._busy]
+
+    def _keep(self, kept: Sequence[Connection]) -> None:
+        if len(kept) == self.count:
+            return
         # Nobody waits for those: a process takes a while to give its GPU back.
-        self._ending += self._end([(p, c) for p, c in self._processes if c is not kept])
+        self._ending += self._end([(p, c) for p, c in self._processes if c not in kept])
         if self._lowered:
             self._share_memory()
 

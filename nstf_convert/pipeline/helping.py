@@ -9,14 +9,14 @@ from multiprocessing.connection import Connection
 from nstf.runtime.imports import leave_out
 from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.make import help_with
-from nstf_convert.pipeline.calibrate.share import CANDIDATES, SharedStep
+from nstf_convert.pipeline.calibrate.share import CANDIDATES, FEW_BITS, SharedStep
 from nstf_convert.pipeline.helpers import Answer, Encoding, Job, Rehearsal, Start
 from nstf_convert.pipeline.improve.passes import encode_in_pass
 from nstf_convert.pipeline.machine import keep_within
 from nstf_convert.pipeline.mix import REFERENCES, measure
 from nstf_convert.pipeline.progress import Stages, peaks
 from nstf_convert.pipeline.propose.rehearsal import rehearse
-from nstf_convert.pipeline.propose.table import leave_candidates
+from nstf_convert.pipeline.propose.table import leave_at_few_bits, leave_candidates
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 
@@ -92,12 +92,14 @@ def _do(session: Session, job: Job | Encoding | SharedStep) -> None:
     def silent(unit: Unit) -> None:
         """Progress is the first process's."""
 
-    if isinstance(job, SharedStep) and job.step != CANDIDATES:
+    if isinstance(job, SharedStep) and job.step not in (CANDIDATES, FEW_BITS):
         help_with(session, job)
     else:
         session.share_calibration()
     if isinstance(job, SharedStep) and job.step == CANDIDATES:
         leave_candidates(session, job)
+    if isinstance(job, SharedStep) and job.step == FEW_BITS:
+        leave_at_few_bits(session, job)
     if isinstance(job, SharedStep):
         return
     if isinstance(job, Encoding):

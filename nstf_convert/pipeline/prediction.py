@@ -19,9 +19,8 @@ from nstf_convert.pipeline.heal import sizes as healing
 from nstf_convert.pipeline.improve import together
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.products import EXACT_BITS
-from nstf_convert.pipeline.propose.encoder import working_bytes
 from nstf_convert.pipeline.propose.methods import method_families
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Unit, working_bytes
 from nstf_convert.pipeline.rates import Rates, measured_rates
 from nstf_convert.report.build import layer_of
 

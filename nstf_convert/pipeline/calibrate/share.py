@@ -16,15 +16,15 @@ from nstf_convert.pipeline.propose.encoder import ALGORITHMS
 from nstf_convert.pipeline.store.workdir import PIECES, WorkDir, content_key
 
 # What is shared: the backward pass of a calibration; Hessians that are not kept, with the proposals that need them; the
-# proposals where all Hessians are kept.
-GRADIENTS, HESSIANS, CANDIDATES = "gradients", "hessians", "candidates"
+# proposals where all Hessians are kept, and what methods propose once more where a plan gives few bits.
+GRADIENTS, HESSIANS, CANDIDATES, FEW_BITS = "gradients", "hessians", "candidates", "few bits"
 # The name under which the first process leaves what a step needs.
 NEEDED = "needed"
 
 
 @dataclass(frozen=True)
 class SharedStep:
-    """A step that is shared: GRADIENTS, HESSIANS or CANDIDATES. identity, tokens_per_batch: of the calibration. door: a
+    """A step that is shared, one of those above. identity, tokens_per_batch: of the calibration. door: a
     piece that the helper must take before any other; where the first process has, it came too late. Empty: there is none."""
 
     step: str

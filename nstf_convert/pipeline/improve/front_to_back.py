@@ -50,9 +50,9 @@ from nstf_convert.pipeline.products import (
 )
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.decoded import decoded
-from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result, working_bytes
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Unit, working_bytes
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.workdir import content_key
 from nstf_convert.streamed import StreamedModel

@@ -49,9 +49,9 @@ from nstf_convert.pipeline.improve.target import Rows, moments
 from nstf_convert.pipeline.machine import each_of
 from nstf_convert.pipeline.products import EXACT_BITS, exact_products, fast_products, rounded_layers
 from nstf_convert.pipeline.propose import recipe as recipes
-from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result, working_bytes
+from nstf_convert.pipeline.propose.encoder import ALGORITHMS, Result
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Unit
+from nstf_convert.pipeline.propose.units import Unit, working_bytes
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.workdir import content_key
 

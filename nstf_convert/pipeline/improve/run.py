@@ -20,7 +20,7 @@ from nstf_convert.pipeline.improve.rival import Stopped
 from nstf_convert.pipeline.outcome import Planned, Trial
 from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.table import Table, key_of
+from nstf_convert.pipeline.propose.table import Table, at_few_bits, key_of
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 
@@ -76,9 +76,8 @@ class Run:
                 bits = plans.planned_bits(session, planned)
                 low = [session.units[n] for n in bits if n not in self.asked_again and bits[n] <= FEW_BITS]
                 low = [u for u in low if session.statistics.has_hessian(u)]
-                found = session.encoder.each(
-                    low, lambda u: session.encoder.at_few_bits(u, self.allowed, bits[u.name]), lambda u: None
-                )
+                found = at_few_bits(session, low, self.allowed, bits)
+                session.beside.keep_one()
                 self.asked_again |= found.keys()
                 self._add(found)
             planned = self.planned(budget_bytes, weights, exact)

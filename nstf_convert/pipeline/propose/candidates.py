@@ -170,7 +170,8 @@ def tools(unit: Unit, known: Signature, rivals: Sequence[Candidate]) -> Tools:
         size = price(unit, recipe)[1]
         return any(c.size_bytes <= size and c.loss <= value for c in rivals)
 
-    return Tools(leaf, estimate, beaten)
+    remembered = recipes.remembered(known.weight, known.stats, unit.lead)
+    return Tools(leaf, estimate, beaten, remembered)
 
 
 def every_row(recipe: Recipe) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from nstf import __version__
 from nstf.analyzers.heap import give_back
 from nstf.analyzers.signatures import Signature, summary
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.decomposers.views import views
 from nstf.kernels.formats import EncodedTensor, dense, node_from_json, node_to_json
 from nstf.kernels.trellis_encode import search_threads
@@ -29,7 +30,7 @@ from nstf_convert.pipeline.propose.candidates import Candidate
 from nstf_convert.pipeline.propose.decoded import lost
 from nstf_convert.pipeline.propose.methods import versions
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import LARGE_TABLE, Statistics, Unit
+from nstf_convert.pipeline.propose.units import Statistics, Unit, working_bytes
 from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
@@ -37,8 +38,6 @@ ALGORITHMS = 11
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19
-# What a weight of a large table takes beyond the rows that are worked on: 4 bytes as it is, up to 2 encoded, twice.
-LARGE_BYTES = 8
 # Why nothing of what a method proposed is a candidate.
 LOOKED_AT = "looked at: others of no more bytes are expected to lose less"
 
@@ -104,15 +103,22 @@ class Encoder:
         with memory.for_gpu() if self._machine.on_gpu else nullcontext():
             return unit.inner(memory.to_device(self._source(unit.name), device))
 
-    def encode(self, unit: Unit, recipe: Recipe) -> Result:
-        """Makes sure the encoded tensor is in the work directory."""
+    def encode(
+        self,
+        unit: Unit,
+        recipe: Recipe,
+        known: Signature | None = None,
+        remembered: Remembered = FORGETFUL,
+    ) -> Result:
+        """Makes sure the encoded tensor is in the work directory. known: its signature, if there is one; remembered: what
+        decompositions of the same found."""
         key = self._encoded_key(unit, recipe)
         found = self._work.find_metadata(key)
         if found is not None:
             return Result(found["loss"], 0.0)
         start = time.perf_counter()
-        inner, stats = self.inputs(unit)
-        encoded = recipes.encode(recipe, inner, stats, unit.lead)
+        inner, stats = self.inputs(unit) if known is None else (known.weight, known.stats)
+        encoded = recipes.encode(recipe, inner, stats, unit.lead, remembered)
         true = lost(inner, encoded, stats, unit.lead)
         if unit.permute is not None:
             encoded = recipes.permuted(encoded, unit.permute, unit.shape)
@@ -120,6 +126,11 @@ class Encoder:
         if unit.elements >= LARGE_ELEMENTS:
             give_back()
         return Result(true, time.perf_counter() - start)
+
+    def _measured_by(self, unit: Unit, known: Signature) -> structure.Measure:
+        """Makes forms of a tensor, which share what their decompositions find out."""
+        remembered = recipes.remembered(known.weight, known.stats, unit.lead)
+        return lambda recipe: self.encode(unit, recipe, known, remembered).loss
 
     def encode_all(
         self, chosen: Sequence[tuple[Unit, Recipe]], progress: Callable[[Unit], None]
@@ -208,9 +219,13 @@ class Encoder:
         if found is None:
             factors = tuple(f for f in structure.row_forms() if f.recipe.method in allowed)
             room = replace(self._room(unit, allowed), faster=True, factors=factors)
-            wanted = registry.structured(self._learnt(unit), Target(self._timed), room)
+            known = self._learnt(unit)
+            wanted, measure = (
+                registry.structured(known, Target(self._timed), room),
+                self._measured_by(unit, known),
+            )
             found = {
-                "made": [[r.to_json(), self.encode(unit, r).loss] for r in wanted],
+                "made": [[r.to_json(), measure(r)] for r in wanted],
                 "looks": [_look(k) for k in room.looks],
             }
             self._work.put(key, {}, found)
@@ -260,7 +275,7 @@ class Encoder:
             losses = list(zip(more, cand.estimates(known, more), strict=True))
             wanted = [r for r in registry.structured(known, Target(self._timed), room) if r not in there]
             losses += registry.losses(
-                known, wanted, cand.tools(unit, known, rivals), lambda r: self.encode(unit, r).loss
+                known, wanted, cand.tools(unit, known, rivals), self._measured_by(unit, known)
             )
             # Of what a method proposes no bound ruled out all.
             proposed = {r.method for r in (*more, *wanted)}
@@ -277,14 +292,19 @@ class Encoder:
         """The next ranks of a form of fewer multiplications that a plan took, with measured losses."""
         methods = allowed & {chosen.method}
         room = replace(self._room(unit, methods), faster=True, factors=structure.row_forms(), near=chosen)
-        wanted = registry.structured(self._learnt(unit), Target(self._timed), room)
-        return [self._candidate(unit, r.to_json(), self.encode(unit, r).loss, exact=True) for r in wanted]
+        known = self._learnt(unit)
+        wanted, measure = (
+            registry.structured(known, Target(self._timed), room),
+            self._measured_by(unit, known),
+        )
+        return [self._candidate(unit, r.to_json(), measure(r), exact=True) for r in wanted]
 
     def grown(self, unit: Unit, allowed: set[str], chosen: Candidate, price: float) -> list[Candidate]:
         """Other ranks of a decomposition that a plan took, made while they pay at its price of a byte (nats)."""
+        known = self._learnt(unit)
         made = structure.grow(
-            self._learnt(unit), Target(self._timed), self._room(unit, allowed), (chosen.recipe, chosen.loss),
-            price, lambda recipe: self.encode(unit, recipe).loss,
+            known, Target(self._timed), self._room(unit, allowed), (chosen.recipe, chosen.loss),
+            price, self._measured_by(unit, known),
         )  # fmt: skip
         return [replace(self._candidate(unit, r.to_json(), v), exact=True) for r, v in made]
 
@@ -358,9 +378,8 @@ class Encoder:
         plain = self._estimated(unit, allowed, known)["plain"]
         points = [(cand.arrays_bytes(unit, _recipe(data)), v) for data, v in plain]
         made = structure.explore(
-            known, Target(self._timed), self._room(unit, allowed), points,
-            lambda recipe: self.encode(unit, recipe).loss,
-        )  # fmt: skip
+            known, Target(self._timed), self._room(unit, allowed), points, self._measured_by(unit, known)
+        )
         table = {
             "made": [[r.to_json(), v] for r, v in made.made],
             "looks": [_look(k) for k in made.looks],
@@ -411,27 +430,10 @@ class Encoder:
         return float(self._estimated(unit, allowed)["signal"])
 
 
-def working_bytes(unit: Unit) -> int:
-    """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies.
-
-    Of a large table this is some rows at a time; the whole is there as the checkpoint gives it, and encoded, twice over
-    while its parts are joined.
-    """
-    some = LARGE_TABLE if unit.large_table else unit.elements
-    return 4 * 6 * some + LARGE_BYTES * (unit.elements - some) + 8 * 6 * _matrix(unit)[1] ** 2
-
-
 def _summary(
     name: str, weight: Tensor, hessian: Tensor | None, reshapes: list[tuple[int, ...]]
 ) -> dict[str, Any]:
     return summary(name, weight, hessian, reshapes=reshapes).to_json()
-
-
-def _matrix(unit: Unit) -> tuple[int, int]:
-    rows = 1
-    for size in unit.inner_shape[: unit.lead]:
-        rows *= size
-    return rows, unit.elements // rows
 
 
 def _look(look: Look) -> list[Any]:

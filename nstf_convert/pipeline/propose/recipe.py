@@ -1,5 +1,6 @@
 """A recipe (nstf.proposals) priced and carried out: its tree, its bytes, its estimate, the encoded tensor."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nstf import decomposers, quantizers
 from nstf.decomposers.factors import assemble, lead_for
+from nstf.decomposers.remembered import FORGETFUL, Remembered
 from nstf.kernels.formats import EncodedTensor, Node, decode, dense, join, stored_bytes
 from nstf.kernels.formats.tree import Shape, format_of
 from nstf.proposals import Recipe
@@ -31,10 +33,16 @@ __all__ = [
     "has_forms",
     "on_device",
     "permuted",
+    "remembered",
     "size_of",
     "tree_of",
     "trellis_rates",
 ]
+
+
+# Of a tensor whose views, norms and roots take more, nothing is remembered: its time goes into products, and what is kept
+# would be there beside the next decomposition's own.
+REMEMBERED_BYTES = 1 << 28
 
 
 def tree_of(recipe: Recipe, shape: Shape, lead: int) -> Node:
@@ -60,8 +68,11 @@ def size_of(recipe: Recipe, shape: Shape, lead: int) -> int:
     return stored_bytes(tree_of(recipe, shape, lead), shape)
 
 
-def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTensor:
-    """Carries a recipe out. weight: float32; stats as for the matrix view with `lead` leading axes."""
+def encode(
+    recipe: Recipe, weight: Tensor, stats: Stats, lead: int, remembered: Remembered = FORGETFUL
+) -> EncodedTensor:
+    """Carries a recipe out. weight: float32; stats as for the matrix view with `lead` leading axes; remembered: what other
+    decompositions of both found."""
     shape = tuple(weight.shape)
     if recipe.method == "dense":
         params = dense.Params(recipe.params["dtype"])
@@ -81,7 +92,7 @@ def encode(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> EncodedTe
     def leaf(name: str, value: Tensor, metric: Tensor | None) -> EncodedTensor:
         return encode(factor, value.contiguous(), Stats(metric), lead_for(tuple(value.shape)))
 
-    decomposition = decompose(recipe, weight, stats, lead)
+    decomposition = decompose(recipe, weight, stats, lead, remembered)
     return decomposition.encode(leaf)  # type: ignore[no-any-return]
 
 
@@ -127,11 +138,22 @@ def across(recipe: Recipe) -> bool:
     return bool(getattr(quantizers.method(recipe.method), "ACROSS", False))
 
 
-def decompose(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> Any:
+def decompose(
+    recipe: Recipe, weight: Tensor, stats: Stats, lead: int, remembered: Remembered = FORGETFUL
+) -> Any:
     """The dense factors of a decomposition's recipe."""
     module = decomposers.method(recipe.method)
     params = _decomposer_params(recipe, lead)
+    if getattr(module, "REMEMBERS", False):
+        return module.decompose(weight, params, stats.hessian, stats.row_weight, remembered)
     return module.decompose(weight, params, stats.hessian, stats.row_weight)
+
+
+def remembered(weight: Tensor, stats: Stats, lead: int) -> Remembered:
+    """What decompositions of a tensor find out, for the next ones."""
+    cols = math.prod(weight.shape[lead:])
+    kept = 8 * (3 * weight.numel() + 4 * cols * cols)
+    return Remembered(weight, stats.derived) if kept <= REMEMBERED_BYTES else FORGETFUL
 
 
 def estimate(recipe: Recipe, weight: Tensor, stats: Stats, lead: int) -> float:

@@ -19,6 +19,8 @@ from nstf_convert.streamed import CONVOLUTIONS, LINEAR_TYPES, StreamedModel
 MIN_ELEMENTS = 2048
 # Tensors of more weights are not expanded: what reads them takes some rows at a time.
 LARGE_TABLE = 1 << 24
+# What a weight of a large table takes beyond the rows that are worked on: 4 bytes as it is, up to 2 encoded, twice.
+LARGE_BYTES = 8
 # Roles whose values steer everything after them for a handful of bytes.
 KEPT_ROLES = ("norm", "bias", "router")
 
@@ -130,6 +132,16 @@ def _unit(
         permute = (1, 0)  # GPT-2's Conv1D keeps [in, out]
     stride = tuple(module.stride) if isinstance(module, CONVOLUTIONS) else ()
     return Unit(name, shape, dtype, role, lead, permute, None, uses, stride)
+
+
+def working_bytes(unit: Unit) -> int:
+    """What encoding a tensor takes at most: it a few times over in float32, its Hessian in float64 with copies.
+
+    Of a large table this is some rows at a time; the whole is there as the checkpoint gives it, and encoded, twice over
+    while its parts are joined.
+    """
+    some = LARGE_TABLE if unit.large_table else unit.elements
+    return 4 * 6 * some + LARGE_BYTES * (unit.elements - some) + 8 * 6 * unit.cols**2
 
 
 class Readable(Protocol):

@@ -10,10 +10,13 @@ import pytest
 import torch
 import transformers
 from transformers import AutoTokenizer
+from transformers.integrations.ggml import _gguf_parse_value
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.checkpoint.gguf_arch import llama3_rope
+from nstf_convert.checkpoint.gguf_check import read_header
+from nstf_convert.checkpoint.gguf_reader import header_for_transformers
 from tests.nstf_convert.checkpoint.conftest import tiny
 from tests.nstf_convert.checkpoint.gguf_files import ggml_tensors, metadata_of, state, write
 
@@ -175,6 +178,29 @@ def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
         assert rebuilt.encode(text) == original.encode(text)
     assert rebuilt.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path: Path) -> None:
+    keys = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "\u0120b", "<s>"],
+        "tokenizer.ggml.scores": [0.5, -1.25, 3.0], "a.numbers": [1, -2, 3], "a.yes": True, "a.third": 1 / 3,
+    }  # fmt: skip
+    tensors = {
+        "output.weight": np.ones((4, 32), np.float32),
+        "token_embd.weight": np.ones((2, 32), np.float32),
+    }
+    path = write(tmp_path / "m.gguf", "llama", tensors, keys)
+    own = gguf.GGUFReader(path)
+    with header_for_transformers(read_header(path)):
+        given = gguf.GGUFReader(path)
+    assert type(gguf.GGUFReader(path)) is type(own)
+    assert [t.name for t in given.tensors] == [t.name for t in own.tensors]
+    for name, field in own.fields.items():
+        if not name.startswith("GGUF."):
+            found = given.fields[name]
+            values = [[_gguf_parse_value(f.parts[i], f.types) for i in f.data] for f in (field, found)]
+            assert values[0] == values[1], name
+            assert field.parts[0] == found.parts[0]
 
 
 def test_files_do_not_depend_on_the_folder(tmp_path: Path) -> None:

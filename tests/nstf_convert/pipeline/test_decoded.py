@@ -9,9 +9,9 @@ from nstf_convert.pipeline.machine import machine
 from nstf_convert.pipeline.propose import decoded as module
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose import units
-from nstf_convert.pipeline.propose.encoder import Encoder, working_bytes
+from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.recipe import Recipe
-from nstf_convert.pipeline.propose.units import Statistics, Unit
+from nstf_convert.pipeline.propose.units import Statistics, Unit, working_bytes
 from nstf_convert.pipeline.store.workdir import WorkDir
 
 CPU = torch.device("cpu")

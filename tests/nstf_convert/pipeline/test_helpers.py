@@ -19,9 +19,12 @@ from nstf_convert.pipeline.calibrate.share import SharedStep
 from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only, count_beside, visible_name
 from nstf_convert.pipeline.improve import front_to_back
 from nstf_convert.pipeline.machine import Machine, machine
+from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose import table
-from nstf_convert.pipeline.propose.encoder import Encoder
+from nstf_convert.pipeline.propose.encoder import LOOKED_AT, Encoder
+from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.rehearsal import rehearse
+from nstf_convert.pipeline.session import Session
 
 from .conftest import assert_not_worse_than_one_format
 
@@ -137,8 +140,8 @@ def test_a_process_on_the_same_device_takes_candidates_and_the_layers_that_are_c
         here.clear()
         ahead(self, wanted)
 
-    def encoded(self, unit, recipe):
-        result = encode(self, unit, recipe)
+    def encoded(self, unit, recipe, *known):
+        result = encode(self, unit, recipe, *known)
         if result.seconds:  # made, not found
             here.append((unit.name, recipe))
         return result
@@ -156,6 +159,41 @@ def test_a_process_on_the_same_device_takes_candidates_and_the_layers_that_are_c
     peaks = report["resources"]["peaks"]
     assert [p["device"] for p in peaks] == ["cpu", "cpu"]
     assert report["resources"]["host_peak_bytes"] == sum(p["host_bytes"] for p in peaks)
+
+
+def test_a_process_on_the_same_device_takes_tensors_that_a_plan_gives_few_bits(
+    default_options, monkeypatch, tmp_path
+) -> None:
+    taken, found, work, start_all = [], [], table._taken, Helpers.start_all
+
+    def once_it_began(self, job):
+        start_all(self, job)
+        claims, before = tmp_path / "1.nstf.work" / "claims", time.monotonic()
+        known = set(claims.glob("*"))
+        while known == set(claims.glob("*")) and time.monotonic() < before + 120:
+            time.sleep(0.001)
+
+    def counted(*arguments):
+        own = work(*arguments)
+        taken.append((len(own), len(arguments[1])))
+        return own
+
+    monkeypatch.setattr(Helpers, "start_all", once_it_began)
+    monkeypatch.setattr(table, "_taken", counted)
+    for count in (0, 1):
+        monkeypatch.setattr(sessions, "count_beside", lambda machine, checkpoint_bytes, count=count: count)
+        formats = ("int_grid", "svd", "add")
+        options = default_options(("bpw", 3.0), formats=formats, output=tmp_path / f"{count}.nstf")
+        allowed = method_families(formats)
+        with Session(options, Stages()) as session:
+            units = list(table.build_table(session, allowed, lambda unit: None).candidates)
+            assert session.beside.count == count
+            low = [session.units[n] for n in units]
+            more = table.at_few_bits(session, low, allowed, dict.fromkeys(units, 3.0))
+            found.append((more, {u.name: session.encoder.looks(u, allowed) for u in low}))
+    assert found[0] == found[1]
+    assert any(look.reason == LOOKED_AT for looks in found[0][1].values() for look in looks)
+    assert len(taken) == 2 and all(done < of for done, of in taken)
 
 
 def test_nothing_waits_for_a_process_that_is_not_ready(
