@@ -24,7 +24,7 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
     is read with a model's file; by another name or through a link, too."""
     try:
         place = path.resolve()
-    except (OSError, RuntimeError) as error:  # a link that leads to itself
+    except RuntimeError as error:  # a link that leads to itself
         raise UsageError(f"{what} {path} leads nowhere ({error}): give another name") from error
     for source in inputs:
         if source is None:

@@ -9,6 +9,7 @@ near zero for any model.
 
 import math
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,9 @@ _IGNORED_KEYS = frozenset(
 _LABELS = ("id2label", "label2id")
 _MAX_DEPTH = 16
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+
+# What building changes is the process's, PyTorch's own functions among it: threads take turns.
+_BUILDING = threading.RLock()
 
 
 def build_skeleton(
@@ -61,7 +65,13 @@ def build_skeleton(
         model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
-        with _default_dtype(dtype), parameters_on_meta(limits), _small_buffers(limits), torch.no_grad():
+        with (
+            _BUILDING,
+            _default_dtype(dtype),
+            parameters_on_meta(limits),
+            _small_buffers(limits),
+            torch.no_grad(),
+        ):
             with no_hub_kernels():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
@@ -220,12 +230,15 @@ def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
 
 @contextmanager
 def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
-    """Every parameter assigned to a module inside this context moves to the meta device at once."""
-    original = nn.Module.register_parameter
+    """Every parameter assigned to a module inside this context, in this thread, moves to the meta device at once."""
+    owner = threading.get_ident()
     made = 0
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         nonlocal made
+        if threading.get_ident() != owner:  # another thread's module
+            original(self, name, param)
+            return
         made += param is not None
         if limits is not None and made > limits.parameters:
             raise ValueError(
@@ -243,11 +256,13 @@ def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
             moved._is_hf_initialized = True  # type: ignore[attr-defined]
             self._parameters[name] = moved
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+    with _BUILDING:
+        original = nn.Module.register_parameter
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 class _SmallBuffers(TorchFunctionMode):
@@ -322,15 +337,16 @@ def no_hub_kernels() -> Iterator[None]:
     def refuse(name: str, *_: Any, **__: Any) -> Any:
         raise ImportError(f"{name} is not fetched from the hub: opening a model needs no network")
 
-    before = getattr(hub_kernels, "get_kernel", None)
-    if before is None:  # a version that has moved it
-        yield
-        return
-    setattr(hub_kernels, "get_kernel", refuse)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(hub_kernels, "get_kernel", before)  # noqa: B010
+    with _BUILDING:
+        before = getattr(hub_kernels, "get_kernel", None)
+        if before is None:  # a version that has moved it
+            yield
+            return
+        setattr(hub_kernels, "get_kernel", refuse)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(hub_kernels, "get_kernel", before)  # noqa: B010
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             running.open_streams()
         code = running.run(sys.argv[1:] if arguments is None else arguments)
         if arguments is None:
-            running.leave()
+            running.leave(code)
     except KeyboardInterrupt:  # before `run` looks for it, or while it says that there was one
         sys.stderr.write("error: interrupted\n")
         code = 130

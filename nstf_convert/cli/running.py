@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import gc
 import io
 import os
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from nstf.errors import NstfError
 from nstf_convert.cli import SUMMARIES, application, quick
@@ -171,11 +172,21 @@ class _Messages(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
-def leave() -> None:
+def leave(code: int) -> None:
     """After the last word. Ctrl-C just ends the process from here on: Python has no place for it while it ends. What is
     left goes with it: looking for garbage among torch's and transformers' objects takes 0.7 s. Who started it with Ctrl-C
-    ignored, as a shell does in its background, has it ignored to the end."""
+    ignored, as a shell does in its background, has it ignored to the end.
+
+    An interrupted process ends here: after a Ctrl-C in text that a library ran as code (a dataclass's methods, say),
+    `python -m` would end by the signal, though it was caught.
+    """
     ours = threading.current_thread() is threading.main_thread()
     if ours and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()
+    if code == 130:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)

@@ -59,6 +59,13 @@ def export(path: Path, request: Request, planned: Any = None) -> tuple[ExportPla
     planned: called with the plan before anything is written. Raises UsageError (destination), UnsupportedError (target or
     loss), NstfError (space), and what `open_artifact` raises. A failed export leaves nothing.
     """
+    from nstf.runtime.torch_state import usual_process, usual_thread
+
+    with usual_process(), usual_thread():
+        return _exported(path, request, planned)
+
+
+def _exported(path: Path, request: Request, planned: Any) -> tuple[ExportPlan, Files]:
     # Where a link leads, which is where the files go.
     output = request.output.resolve()
     single = output.suffix == SINGLE.get(request.target)

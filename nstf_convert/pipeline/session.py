@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.kernels.formats import dense, trellis
+from nstf.kernels.formats import trellis
 from nstf.kernels.trellis_encode import warm_up
 from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
 from nstf.runtime.torch_state import usual_process, usual_thread
 from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint.storable import check_storable
 from nstf_convert.inputs import keep_apart
 from nstf_convert.options import ConvertOptions
+from nstf_convert.pipeline.alone import one_at_a_time
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
@@ -77,6 +79,7 @@ class Session:
         self._folder = options.work_dir or options.output.with_name(options.output.name + ".work")
         self._made_folder = False
         self._opened = ExitStack()
+        self._opened.enter_context(one_at_a_time())
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
@@ -110,7 +113,7 @@ class Session:
         with self.stages.stage("open"), uncollected():
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
             self.job = Job(self.options, self.checkpoint)
-            _check_types(self.checkpoint)
+            check_storable(self.checkpoint)
             self._help_beside()
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None
@@ -454,16 +457,6 @@ class Session:
             raise UsageError(
                 f"{self.options.model} has no usable tokenizer ({error}): put its tokenizer.json beside the weights"
             ) from error
-
-
-def _check_types(checkpoint: Any) -> None:
-    """Raises UnsupportedError for a tensor of a type that an artifact cannot hold."""
-    for name in checkpoint.names():
-        if (dtype := checkpoint.info(name).dtype) not in dense.DTYPES:
-            raise UnsupportedError(
-                f"{checkpoint.path}: tensor {name[:80]!r} has the type {dtype}, which is not supported; save it as another, "
-                "or leave it out"
-            )
 
 
 def _config(checkpoint: Any) -> dict[str, Any] | None:

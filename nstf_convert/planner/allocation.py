@@ -7,6 +7,7 @@ an integer program over the options near it spends the last bytes exactly.
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ NODES = 200
 GAP = 5e-4
 # A choice by bytes alone that takes so many times the seconds there are is not finished by the program.
 FAR = 1.02
+_ONE_PROGRAM = threading.Lock()
 
 
 class Infeasible(ValueError):
@@ -170,12 +172,14 @@ def _exact(
 
 @contextmanager
 def contained_highs() -> Iterator[None]:
-    """HiGHS leaves nothing behind but its result: no lines on stdout, where results belong, and no threads."""
-    try:
-        with _silent_stdout():
-            yield
-    finally:
-        _end_threads()
+    """HiGHS leaves nothing behind but its result: no lines on stdout, where results belong, and no threads. Both are the
+    process's, so programs of several threads take turns."""
+    with _ONE_PROGRAM:
+        try:
+            with _silent_stdout():
+                yield
+        finally:
+            _end_threads()
 
 
 def _end_threads() -> None:

@@ -313,3 +313,27 @@ def test_a_disk_that_fails_in_the_middle_of_a_tensor_is_named(
             NstfError, match=r"m/model.safetensors: tensor .* cannot be read \(Input/output error\)"
         ):
             opened.fingerprint() if reads == "pread" else opened.get(opened.names()[0])
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"x": torch.full((64, 64), 3.4e38)}, "values up to 3.4e"),
+        ({"x": torch.zeros(0, 64)}, "the shape"),
+        ({"x": torch.zeros((1,) * 9)}, "the shape"),
+        ({"..": torch.zeros(64)}, "is a path"),
+        ({"x" * 600: torch.zeros(64)}, "longer than 512"),
+        ({"a:b": torch.zeros(64)}, "percent"),
+    ],
+    ids=str,
+)
+def test_tensors_that_no_artifact_can_hold_are_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: Tensors, said: str
+) -> None:
+    """Their names were an error when the file was written, after the whole conversion, and exit code 1."""
+    path = tmp_path / "x.safetensors"
+    save_file({f"m{i}": torch.randn(64, 64) for i in range(3)} | extra, path)
+    words = ["convert", str(path), "--budget", "0.9", "--effort", "fast", "-o", str(tmp_path / "o.nstf")]
+    assert run(words) == 6
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.safetensors"]

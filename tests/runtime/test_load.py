@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,6 +128,24 @@ def test_a_model_that_was_loaded_in_inference_mode_generates(tiny: ModuleType, t
     with torch.inference_mode():
         assert torch.equal(nstf.runtime.load(path).generate(ids, max_new_tokens=4), wanted)
         assert torch.is_inference_mode_enabled()
+
+
+def test_models_load_in_several_threads(tiny: ModuleType, tmp_path: Path) -> None:
+    """Each put back PyTorch's register_parameter as it had found it: after a few rounds every module was on meta."""
+    dense = tiny.new_model("LlamaForCausalLM")
+    path, register = tiny.write(tmp_path, dense), torch.nn.Module.register_parameter
+    inputs = tiny.inputs_of("LlamaForCausalLM")
+    with torch.no_grad():
+        expected = nstf.runtime.load(path)(**inputs)[0]
+
+        def loaded(_: int) -> torch.Tensor:
+            logits: torch.Tensor = nstf.runtime.load(path)(**inputs)[0]
+            return logits
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(loaded, range(12)))
+    assert all(torch.equal(logits, expected) for logits in found)
+    assert torch.nn.Module.register_parameter is register
 
 
 def test_generation_settings_come_from_the_stored_file(tiny: ModuleType, tmp_path: Path) -> None:

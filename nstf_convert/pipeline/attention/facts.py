@@ -11,6 +11,8 @@ from nstf_convert.pipeline.calibrate.facts import Problem, count, keys, text, te
 
 # Expected losses in nats, and relative errors: no sum of them leaves float64, and no rounding of them float32.
 MOST = 1e12
+# Of a plan's heads.
+MOST_ERROR = 1e6
 # Shares may be rounded up.
 ONE = 1.001
 
@@ -59,7 +61,7 @@ def check_attention(
     if not all(cut["domains"].values()) or set(names) != contexts | shapes.keys():
         raise Problem("attention: its tensors are not those of a profile")
     for name, shape in shapes.items():
-        most = ONE if name in ("density", "mass") else MOST
+        most = {"density": ONE, "mass": ONE, "error": MOST_ERROR}.get(name, MOST)
         numbers(f"attention:{name}", (len(layer_windows), *shape), most, torch.float64)
     for name in sorted(contexts):
         ids(f"attention:{name}", length)

@@ -157,3 +157,20 @@ def test_a_name_that_is_no_text_is_made_visible_in_a_callers_own_stream(
     monkeypatch.setattr(sys, "stdout", stream)
     assert run(["verify", str(path)]) == 0 and stream.errors == "strict"
     assert b"m\\udcff" in written.getvalue()
+
+
+def test_ctrl_c_in_text_that_runs_as_code_is_the_exit_code_of_an_interruption(tmp_path: Path) -> None:
+    """`python -m` ended by the signal, though the KeyboardInterrupt was caught and said: calibrate did in 7 of 23 runs."""
+    (tmp_path / "odd.py").write_text(
+        "from nstf_convert.cli import main, running\n"
+        "def run(arguments):\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('said')\n"
+        "    return 130\n"
+        "running.run = run\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "odd"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "said\n")

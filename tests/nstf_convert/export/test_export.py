@@ -326,3 +326,14 @@ def test_the_spelling_of_older_configs_is_read(artifact: Path, tmp_path: Path) -
 )
 def test_a_blank_before_a_text_is_seen(step: Any, prepends: bool) -> None:
     assert any(map(gguf_vocab._prepends, gguf_vocab._steps(step))) == prepends
+
+
+def test_an_export_is_the_same_whatever_device_the_process_makes_tensors_on(
+    artifact: Path, tmp_path: Path
+) -> None:
+    """On meta it was a TypeError, on a GPU that is not there other weights."""
+    exports.export(artifact, exports.Request(target="transformers", output=tmp_path / "plain"))
+    with torch.device("meta"):
+        exports.export(artifact, exports.Request(target="transformers", output=tmp_path / "odd"))
+    plain, odd = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("plain", "odd"))
+    assert plain == odd

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,3 +223,16 @@ def test_calibration_of_another_model_is_refused(options, converted, tmp_path) -
     make_llama(tmp_path / "other", torch.float16)
     with pytest.raises(UsageError, match="belongs to another model"):
         convert(options(calibration=path, force=True, model=str(tmp_path / "other")))
+
+
+def test_conversions_of_several_threads_give_the_bytes_of_one(options, quick, tmp_path) -> None:
+    """They changed each other's precision of products, and left the process with theirs."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        outputs = [tmp_path / f"{i}.nstf" for i in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda output: convert(options(output=output)), outputs))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert [output.read_bytes() == quick.content for output in outputs] == [True, True]

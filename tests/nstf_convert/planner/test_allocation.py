@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -233,3 +234,29 @@ def test_a_bisection_of_open_units_finds_what_one_of_all_does(seed: int) -> None
         found, price = timed._within_bytes(table, table.loss)
         expected, expected_price = _plain_bisection(table, table.loss)
         assert found.tolist() == expected.tolist() and price == expected_price
+
+
+def test_stdout_is_as_it_was_after_programs_of_several_threads() -> None:
+    """One that kept stdout while another had it sent away could leave it so."""
+    before = os.fstat(1)
+    entered, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with allocation.contained_highs():
+            entered.set()
+            leave.wait(30)
+
+    def second() -> None:
+        entered.wait(30)
+        with allocation.contained_highs():
+            pass
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    entered.wait(30)
+    threads[1].join(0.2)
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert os.path.samestat(os.fstat(1), before)
