@@ -1,5 +1,6 @@
 """What a process has set in torch, put aside while ours is computed: results follow from files and options alone."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,9 +29,9 @@ _FLAGS = (
     ("allow_bf16_reduced_precision_reduction", True),
 )
 
-_LOCK = threading.Lock()
-# One entry for each user of `usual_process`, all the same.
-_inside: list["_Settings"] = []
+# Settings are the process's. The same thread may come again.
+_TURNS = threading.RLock()
+_log = logging.getLogger("nstf")
 
 
 @contextmanager
@@ -51,26 +52,20 @@ def usual_thread() -> Iterator[None]:
 def usual_process() -> Iterator[None]:
     """In all threads: float32 by default, its products as precise as torch makes them unasked, any order of sums.
 
-    Afterwards everything is as it was, also what was changed inside. Of several that overlap, in threads, the first one sets
-    and the last one puts back.
+    Afterwards everything is as it was, also what was changed inside. Threads take turns.
     """
-    with _LOCK:
-        if not _inside:
-            _inside.append(_Settings())
-            try:
-                _inside[0].put_aside()
-            except BaseException:
-                _inside.pop().put_back()
-                raise
-        else:
-            _inside.append(_inside[0])
+    if not _TURNS.acquire(blocking=False):
+        _log.info("another thread of this process converts or exports: this one begins when it has ended")
+        _TURNS.acquire()
     try:
-        yield
+        settings = _Settings()
+        try:
+            settings.put_aside()
+            yield
+        finally:
+            settings.put_back()
     finally:
-        with _LOCK:
-            settings = _inside.pop()
-            if not _inside:
-                settings.put_back()
+        _TURNS.release()
 
 
 class _Settings:

@@ -100,9 +100,7 @@ class Checkpoint:
             )
         if name not in self._finite and (beyond := _beyond_float32(tensor)):
             place = self._source.describe(self._recipe(name).sources[0])
-            raise UnsupportedError(
-                f"{place}: tensor {name[:80]!r} {beyond}; save it as float32, or leave it out"
-            )
+            raise UnsupportedError(f"{place}: tensor {name[:80]!r} {beyond}, or leave it out")
         self._finite.add(name)
         return tensor
 
@@ -193,13 +191,14 @@ class NoParameterError(UnsupportedError, KeyError):
 def _beyond_float32(tensor: Tensor) -> str:
     """What of it would be lost in float32 altogether, or "": imaginary parts, numbers whose squares are beyond it."""
     if tensor.is_complex():
-        return f"has the type {str(tensor.dtype).removeprefix('torch.')}, which no model here computes with"
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return f"has the type {kind}, which no model here computes with; save it as float32"
     if tensor.dtype in (torch.float64, torch.float32, torch.bfloat16) and tensor.numel():
         low, high = (float(x) for x in torch.aminmax(tensor))
         # A vector is stored as it is: a mask of the lowest numbers, say.
         most = LARGEST_VALUE if tensor.dim() > 1 else torch.finfo(torch.float32).max
         if max(-low, high) > most:
-            return f"has values up to {max(-low, high):.3g}, and {most:.3g} is supported"
+            return f"has values up to {max(-low, high):.3g}, and {most:.3g} is supported; save smaller ones"
     return ""
 
 

@@ -24,7 +24,6 @@ from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.checkpoint.storable import check_storable
 from nstf_convert.inputs import keep_apart
 from nstf_convert.options import ConvertOptions
-from nstf_convert.pipeline.alone import one_at_a_time
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
@@ -79,11 +78,10 @@ class Session:
         self._folder = options.work_dir or options.output.with_name(options.output.name + ".work")
         self._made_folder = False
         self._opened = ExitStack()
-        self._opened.enter_context(one_at_a_time())
+        self._opened.enter_context(usual_process())  # first of all: what another thread has set goes before
         self._opened.callback(torch.set_num_threads, torch.get_num_threads())
         self._opened.callback(stages.close)
         torch.set_num_threads(self.threads)
-        self._opened.enter_context(usual_process())
         self._opened.enter_context(usual_thread())
         self._compiled: set[int] = set()
         self._compiler: subprocess.Popen[bytes] | None = None

@@ -23,7 +23,7 @@ def filled(name: str, value: float) -> Change:
 WRONG: dict[str, tuple[dict[str, Any], Change, str]] = {
     "a norm of zeros": ({}, filled(NORM, 0.0), "damaged"),
     "a table of zeros": ({}, filled(TABLE, 0.0), "damaged"),
-    "weights too large": ({}, filled("model.layers.0.mlp.down_proj.weight", 1e38), "damaged"),
+    "weights too large": ({}, filled("model.layers.0.mlp.down_proj.weight", 1e38), "values up to 1e+38"),
     "a norm too large": ({}, filled(NORM, 1e38), "damaged"),
     "a negative epsilon": ({"rms_norm_eps": -1.0}, lambda stored: None, "damaged"),
     "biases that are not there": ({"attention_bias": True}, lambda stored: None, "has no parameter"),

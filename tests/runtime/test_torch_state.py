@@ -1,6 +1,7 @@
 """What a process has set in torch is put aside, and is as it was afterwards."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ def state() -> list[Any]:
     return found
 
 
+def _meant(found: list[Any]) -> list[Any]:
+    """`none` and `ieee` are the same of a product."""
+    return [v if v != "ieee" else "none" for v in found]
+
+
 def setters() -> list[Callable[[], Any]]:
     out: list[Callable[[], Any]] = [
         lambda: torch.set_default_dtype(torch.float64),
@@ -67,8 +73,7 @@ def test_all_of_a_process_is_usual_inside_and_as_it_was_afterwards() -> None:
         before = state()
         with usual_process():
             found = state()
-            # `none` and `ieee` are the same of a product.
-            assert [v if v != "ieee" else "none" for v in found] == usual
+            assert _meant(found) == usual
             torch.set_float32_matmul_precision(choice.choice(("medium", "highest")))
         assert state() == before
 
@@ -92,17 +97,25 @@ def test_all_of_a_thread_too() -> None:
         torch.set_default_device(None)
 
 
-def test_of_users_that_overlap_the_last_one_puts_back() -> None:
+def test_threads_take_turns() -> None:
     """The first to end left its own state to the other, and that one's to the process."""
     torch.set_float32_matmul_precision("medium")
-    before = state()
-    first, second = usual_process(), usual_process()
-    first.__enter__()
-    inside = state()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert state() == inside != before
-    second.__exit__(None, None, None)
+    before, entered, found = state(), threading.Event(), []
+
+    def other() -> None:
+        with usual_process():
+            entered.set()
+            found.append(_meant(state()))
+
+    with usual_process():
+        inside = _meant(state())
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert not entered.wait(0.2)
+        with usual_process():  # this thread may
+            assert _meant(state()) == inside
+    thread.join(30)
+    assert found == [inside] and inside != _meant(before)
     assert state() == before
 
 
