@@ -358,8 +358,7 @@ def test_datasets_take_turns_among_the_windows(options, small, tmp_path) -> None
         assert session.calibration is not None
         assert session.calibration.metadata["domains"]["fit"][:4] == ["text.txt", "second.txt"] * 2
     finally:
-        session.work.close()
-        session.checkpoint.close()
+        session._opened.close()
 
 
 def test_a_gpu_is_predicted_to_walk_the_columns_of_several_groups_side_by_side() -> None:

@@ -43,9 +43,8 @@ def opened(options, tmp_path):
         return session
 
     yield make
-    for session in jobs:
-        session.work.close()
-        session.checkpoint.close()
+    for session in reversed(jobs):
+        session._opened.close()
 
 
 def mixed(session: Session) -> dict[str, Recipe]:

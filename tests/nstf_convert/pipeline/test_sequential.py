@@ -50,9 +50,8 @@ def opened(options, tmp_path):
         return session
 
     yield make
-    for session in jobs:
-        session.work.close()
-        session.checkpoint.close()
+    for session in reversed(jobs):
+        session._opened.close()
 
 
 def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any]) -> Path:
