@@ -148,29 +148,18 @@ def prepare(
     hessian: [cols, cols] or None (plain SVD). row_weight: [rows] or None. Raises ValueError on shapes that do
     not fit and on NaN or infinity.
     """
-    return remembered.of_tensor(
-        weight,
-        "low rank",
-        (lead, damping),
-        lambda: _prepared(weight, hessian, row_weight, lead, damping, remembered),
-    )
 
+    def root_of(known: Tensor) -> Tensor:
+        return remembered.of_inputs(("root", damping), lambda: cholesky(known))
 
-def _prepared(
-    weight: Tensor,
-    hessian: Tensor | None,
-    row_weight: Tensor | None,
-    lead: int,
-    damping: float,
-    remembered: Remembered,
-) -> Prepared:
-    w, h, row_weight = _checked(weight, hessian, row_weight, lead, damping, remembered)
-    gram, root = _whitened_gram(
-        w, h, row_weight, lambda known: remembered.of_inputs(("root", damping), lambda: cholesky(known))
-    )
-    values, vectors = torch.linalg.eigh(gram)
-    singular = values.flip(0).clamp_min(0.0).sqrt()
-    return Prepared(w, tuple(weight.shape), lead, singular, vectors.flip(1), h, root, row_weight)
+    def make() -> Prepared:
+        w, h, rows = _checked(weight, hessian, row_weight, lead, damping, remembered)
+        gram, root = _whitened_gram(w, h, rows, root_of)
+        values, vectors = torch.linalg.eigh(gram)
+        singular = values.flip(0).clamp_min(0.0).sqrt()
+        return Prepared(w, tuple(weight.shape), lead, singular, vectors.flip(1), h, root, rows)
+
+    return remembered.of_tensor(weight, "low rank", (lead, damping), make)
 
 
 def _checked(

@@ -4,6 +4,7 @@
 transformers asks it for here is in the header that `gguf_check` has parsed already.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from nstf_convert.checkpoint.gguf_check import GgufHeader
 # ggml's numbers of the types that values have: what transformers does depends on no more of it than this.
 _TYPES = {bool: 7, int: 11, float: 12, str: 8}
 _ARRAY = 9
+# gguf's own name is changed for a while: one that put back what another had set would leave that for ever.
+_ONE_HEADER = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,18 @@ def _field(key: str, value: Any) -> _Field:
 
 @contextmanager
 def header_for_transformers(header: GgufHeader) -> Iterator[None]:
-    """Inside, whatever opens a file with `gguf.GGUFReader` is given this header."""
+    """Inside, what this thread opens with `gguf.GGUFReader` is this header. Threads take turns."""
     import gguf
 
-    own = gguf.GGUFReader
-    gguf.GGUFReader = lambda *arguments, **named: _Reader(header)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = own
+    owner = threading.get_ident()
+
+    def opened(*arguments: Any, **named: Any) -> Any:
+        return _Reader(header) if threading.get_ident() == owner else own(*arguments, **named)
+
+    with _ONE_HEADER:
+        own = gguf.GGUFReader
+        gguf.GGUFReader = opened
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = own

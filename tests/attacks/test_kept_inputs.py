@@ -69,6 +69,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def save_onnx(path: Path, weights: str) -> None:
+    """An ONNX file whose one matrix lies in a file beside it."""
+    onnx = pytest.importorskip("onnx")
+    matrix = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [matrix]))
+    onnx.save_model(model, str(path), save_as_external_data=True, location=weights, size_threshold=0)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -108,12 +116,7 @@ def test_what_nobody_reads_is_replaced_beside_a_model(folder: Path) -> None:
 
 
 def test_nor_the_weights_beside_an_onnx_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    onnx = pytest.importorskip("onnx")
-    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
-    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [weight]))
-    onnx.save_model(
-        model, str(folder / "w.onnx"), save_as_external_data=True, location="w.weights", size_threshold=0
-    )
+    save_onnx(folder / "w.onnx", "w.weights")
     before = contents(folder)
     assert run(["eval", "m.nstf", "--reference", "w.onnx", "--junit", "w.weights"]) == 2
     assert "--junit w.weights is read with w.onnx: give another name" in capsys.readouterr().err
@@ -123,17 +126,7 @@ def test_nor_the_weights_beside_an_onnx_file(folder: Path, capsys: pytest.Captur
 def test_nor_the_weights_of_the_model_that_an_export_rewrites(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    onnx = pytest.importorskip("onnx")
-    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
-    graph = onnx.helper.make_graph([], "g", [], [], [weight])
-    model = onnx.helper.make_model(graph)
-    onnx.save_model(
-        model,
-        str(folder / "own.onnx"),
-        save_as_external_data=True,
-        location="new.onnx.data",
-        size_threshold=0,
-    )
+    save_onnx(folder / "own.onnx", "new.onnx.data")
     before = contents(folder)
     words = ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "own.onnx", "-o", "new.onnx"]
     assert run(words) == 2 and "would replace new.onnx.data, weights of own.onnx" in capsys.readouterr().err
@@ -201,10 +194,7 @@ def test_no_export_writes_over_the_artifact_with_a_file_beside_it(
 def test_an_export_of_a_folder_keeps_weights_that_the_source_has_in_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    onnx = pytest.importorskip("onnx")
-    weight = onnx.numpy_helper.from_array(numpy.ones((64, 64), numpy.float32), "w")
-    model = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [weight]))
-    onnx.save_model(model, "o.onnx", save_as_external_data=True, location="o.weights", size_threshold=0)
+    save_onnx(folder / "o.onnx", "o.weights")
     (folder / "o.weights").rename(folder / "exported" / "o.weights")
     (folder / "o.weights").symlink_to("exported/o.weights")
     before = contents(folder)

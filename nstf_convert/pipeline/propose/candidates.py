@@ -124,6 +124,7 @@ def bits_of(unit: Unit, tree: Node) -> tuple[float, float]:
 
 
 def _asks_at_once(device: torch.device) -> bool:
+    """Whether all forms of a tensor that round to nearest are estimated together on this device."""
     return device.type == "cuda"
 
 

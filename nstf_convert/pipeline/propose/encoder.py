@@ -220,10 +220,8 @@ class Encoder:
             factors = tuple(f for f in structure.row_forms() if f.recipe.method in allowed)
             room = replace(self._room(unit, allowed), faster=True, factors=factors)
             known = self._learnt(unit)
-            wanted, measure = (
-                registry.structured(known, Target(self._timed), room),
-                self._measured_by(unit, known),
-            )
+            wanted = registry.structured(known, Target(self._timed), room)
+            measure = self._measured_by(unit, known)
             found = {
                 "made": [[r.to_json(), measure(r)] for r in wanted],
                 "looks": [_look(k) for k in room.looks],
@@ -293,10 +291,8 @@ class Encoder:
         methods = allowed & {chosen.method}
         room = replace(self._room(unit, methods), faster=True, factors=structure.row_forms(), near=chosen)
         known = self._learnt(unit)
-        wanted, measure = (
-            registry.structured(known, Target(self._timed), room),
-            self._measured_by(unit, known),
-        )
+        wanted = registry.structured(known, Target(self._timed), room)
+        measure = self._measured_by(unit, known)
         return [self._candidate(unit, r.to_json(), measure(r), exact=True) for r in wanted]
 
     def grown(self, unit: Unit, allowed: set[str], chosen: Candidate, price: float) -> list[Candidate]:

@@ -1,6 +1,8 @@
 """GGUF files give back the model they were written from."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,29 @@ def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path
             values = [[_gguf_parse_value(f.parts[i], f.types) for i in f.data] for f in (field, found)]
             assert values[0] == values[1], name
             assert field.parts[0] == found.parts[0]
+
+
+def test_a_header_for_one_thread_is_no_other_threads(tmp_path: Path) -> None:
+    """One that put back what another had set would have left its header to every file."""
+    matrix = {"output.weight": np.ones((4, 32), np.float32)}
+    first, second = (write(tmp_path / f"{n}.gguf", "llama", matrix, {"number": n}) for n in (1, 2))
+    own, entered = gguf.GGUFReader, threading.Event()
+
+    def number(reader: Any) -> int:
+        return int(reader.fields["llama.number"].parts[-1][0])
+
+    def other() -> int:
+        with header_for_transformers(read_header(second)):
+            entered.set()
+            return number(gguf.GGUFReader(first))
+
+    with ThreadPoolExecutor(2) as pool:
+        with header_for_transformers(read_header(first)):
+            waiting = pool.submit(other)
+            assert pool.submit(lambda: number(gguf.GGUFReader(second))).result(30) == 2
+            assert number(gguf.GGUFReader(second)) == 1 and not entered.wait(0.2)
+        assert waiting.result(30) == 2
+    assert gguf.GGUFReader is own
 
 
 def test_files_do_not_depend_on_the_folder(tmp_path: Path) -> None:
