@@ -10,7 +10,8 @@ from torch import Tensor
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton.ending import Ending, Meeting
-from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, leaf_specs, packed_of
+from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, layout_of, leaf_specs, packed_of
+from nstf.kernels.triton.skinny import possible
 from nstf.kernels.triton.spec import KernelSpec
 
 # Kernels that leave sums in parts, if they are asked to.
@@ -29,7 +30,8 @@ def ended_specs(
         return []
     leaf, inside, before = _leaf_of(encoded), dtype, []
     rows, cols = encoded.shape
-    if leaf.tree.children or kernel_of(leaf, batch, dtype, arch) not in _KERNELS:
+    kernel = "" if leaf.tree.children else _kernel_of(leaf, batch, dtype, arch)
+    if kernel not in _KERNELS:
         return []
     if ending.ranks > 1 and not _exchanges(batch, rows, ending.ranks):
         return []
@@ -43,7 +45,7 @@ def ended_specs(
         if params.block_in:
             inside, _ = inside_of(leaf, batch, dtype, arch)
             before = [rotate_spec(batch, cols, params.block_in, 0, dtype, inside, False, arch)]
-    made = leaf_specs(leaf, batch, inside, torch.float32, dtype, arch)
+    made = leaf_specs(leaf, batch, inside, torch.float32, dtype, arch, kernel)
     products = [spec for spec in made if spec.kind != "sum"]
     last = ending_spec(batch, rows, cols, products[0].grid[1], dtype, ending, arch)
     return [*before, *products, last]
@@ -86,6 +88,14 @@ def into(parts: Tensor, x: Tensor, leaf: EncodedTensor, products: list[KernelSpe
 
         run = int_groups_into if kind == "int_groups" else skinny_into
         run(parts, x, packed_of(leaf), products[0])
+
+
+def _kernel_of(leaf: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> str:
+    """The kernel of a product that ends so. One row of 8-bit integers, which gemv.py multiplies where it is alone, ends with
+    the sums of skinny.py: what that costs is less than two launches more, for the sum and the norm."""
+    kernel = kernel_of(leaf, batch, dtype, arch)
+    layout = layout_of(leaf) if kernel == "gemv" else None
+    return "skinny" if layout is not None and possible(layout, batch, dtype, arch) else kernel
 
 
 def _exchanges(batch: int, rows: int, ranks: int) -> bool:

@@ -195,16 +195,23 @@ def specs(encoded: EncodedTensor, batch: int, dtype: torch.dtype, arch: str) -> 
 
 
 def leaf_specs(
-    leaf: EncodedTensor, batch: int, inside: torch.dtype, outside: torch.dtype, dtype: torch.dtype, arch: str
+    leaf: EncodedTensor,
+    batch: int,
+    inside: torch.dtype,
+    outside: torch.dtype,
+    dtype: torch.dtype,
+    arch: str,
+    kernel: str = "",
 ) -> list[KernelSpec]:
-    """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned."""
+    """The launches of `_leaf` for activations of `inside` that were `dtype` before they were turned. kernel: in the place of
+    what `kernel_of` says."""
     from nstf.kernels.triton.decode import decode_spec
     from nstf.kernels.triton.trellis import trellis_decode_specs, trellis_specs
     from nstf.kernels.triton.trellis_gemm import trellis_gemm_specs
     from nstf.kernels.triton.tuner import chosen, packed_specs
 
     out, width = leaf.shape
-    kernel = kernel_of(leaf, batch, dtype, arch)
+    kernel = kernel or kernel_of(leaf, batch, dtype, arch)
     if kernel == "halves":
         some = (leaf_specs(leaf, rows, inside, outside, dtype, arch) for rows in _halves(batch))
         return [spec for specs in some for spec in specs]

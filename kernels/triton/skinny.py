@@ -251,16 +251,19 @@ def skinny_kernel(
     )  # fmt: skip
 
 
-def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
-    """Whether to take this kernel: matrix instructions of NVIDIA, 16-bit activations, groups of whole runs.
-
-    Not for a single row times 8-bit integers, where the bytes are the limit and gemv.py reads them a little faster.
-    """
+def possible(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether this kernel does it: matrix instructions of NVIDIA, 16-bit activations, groups of whole runs."""
     if not arch.startswith("sm_") or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if not 1 <= batch <= LARGEST_BATCH or (batch == 1 and layout.bits == 8 and layout.mode == INTEGER):
-        return False
-    return (layout.whole or layout.group % RUN == 0) and layout.cols % 8 == 0
+    whole_runs = layout.whole or layout.group % RUN == 0
+    return 1 <= batch <= LARGEST_BATCH and whole_runs and layout.cols % 8 == 0
+
+
+def suits(layout: Layout, batch: int, dtype: torch.dtype, arch: str) -> bool:
+    """Whether to take it for a product alone: not for a single row times 8-bit integers, where the bytes are the limit and
+    gemv.py reads them a little faster."""
+    single = batch == 1 and layout.bits == 8 and layout.mode == INTEGER
+    return possible(layout, batch, dtype, arch) and not single
 
 
 def skinny_specs(

@@ -37,6 +37,7 @@ CASES = [
     Case("skinny", (96, 1024), 1),
     Case("skinny", (544, 1064), 3),
     Case("skinny", (41, 2056), 9),
+    Case("bytes", (96, 1024), 1),
     Case("int_groups", (288, 1280), 1),
     Case("int_groups", (41, 1000), 2),
     Case("trellis", (96, 1088), 1),
@@ -47,6 +48,7 @@ CASES = [
 EPSILON = 1e-5
 TREES = {
     "skinny": leaf("int", bits=4, group=64, scale_bits=8),
+    "bytes": leaf("int", bits=8, group=0),
     "int_groups": leaf("int", bits=4, group=64, scale_bits=8),
     "trellis": leaf("trellis", quarter_bits=(11,)),
     "sections": leaf("trellis", quarter_bits=(8, 16), rows=(48, 48)),
@@ -87,10 +89,10 @@ def parts_of(case: Case, encoded: EncodedTensor, x: Tensor) -> Tensor:
     from nstf.kernels.triton.ended import into
     from nstf.kernels.triton.tuner import packed_specs
 
-    if case.kernel in ("skinny", "int_groups"):
+    if case.kernel in ("skinny", "bytes", "int_groups"):
         # Whether or not it is the one that is taken for a matrix of this size.
-        layout = linear.packed_of(encoded).layout
-        made = list(packed_specs(layout, case.batch, x.dtype, "sm_90", case.kernel, torch.float32))
+        layout, kernel = linear.packed_of(encoded).layout, case.kernel.replace("bytes", "skinny")
+        made = list(packed_specs(layout, case.batch, x.dtype, "sm_90", kernel, torch.float32))
     else:
         made = linear.leaf_specs(encoded, case.batch, x.dtype, torch.float32, x.dtype, "sm_90")
     products = [spec for spec in made if spec.kind != "sum"]

@@ -21,7 +21,9 @@ from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES
 from nstf.kernels.triton.ended import ended_specs
 from nstf.kernels.triton.ending import Ending, Meeting
+from nstf.kernels.triton.linear import kernel_of
 from nstf.kernels.triton.rotate import rotate_spec
+from nstf.kernels.triton.skinny import skinny_kernel
 from nstf.kernels.triton.spec import hollow
 from nstf.kernels.triton.sums import ending_spec
 
@@ -113,9 +115,18 @@ def test_what_has_no_ending() -> None:
         "not divided by its root mean square, it might overflow"
     )
     assert not none(INT4, (4096, 4096), Ending(False), torch.float16)
-    assert none(leaf("int", bits=8, group=64), (4096, 4096), adds), "one row of 8 bits leaves no parts"
+    assert none(leaf("int", bits=8, group=8), (4096, 4096), adds), "groups that end within a run of columns"
     assert ended_specs(hollow(INT4, (4096, 4096)), 1, torch.bfloat16, adds, "gfx942") == []
     assert ended_specs(hollow(INT4, (4096, 4096)), 17, torch.bfloat16, adds, "sm_90") == []
+
+
+def test_one_row_of_8_bits_ends_with_the_sums_of_another_kernel() -> None:
+    """Alone gemv.py multiplies it, which leaves no parts."""
+    matrix = hollow(leaf("int", bits=8, group=0), (6144, 4096))
+    assert kernel_of(matrix, 1, torch.bfloat16, "sm_90") == "gemv"
+    for ending in (Ending(normed=True), Ending(adds=True), Ending(False, normed=True)):
+        product, end = ended_specs(matrix, 1, torch.bfloat16, ending, "sm_90")
+        assert product.fn is skinny_kernel and end.kind == "end"
 
 
 @pytest.mark.parametrize(
