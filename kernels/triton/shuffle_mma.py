@@ -58,6 +58,9 @@ LARGEST_BATCH = 64
 # Rows of activations whose digits fit the eight columns of B.
 LARGEST_BYTES = 4
 GROUPS = shuffle.SEGMENT // shuffle.GROUP
+# Programs of four warps that a multiprocessor holds at every rate, as the compiler deals out registers; the registers with
+# which it holds one more; and the rates, in quarter bits, that would spill some thirty then (others up to six).
+_ROOM, _FOUR_A_UNIT, _SPILLING = 3, 128, (10, 14)
 
 
 @triton.jit(do_not_specialize=["batch", "per"])
@@ -273,21 +276,31 @@ def suits(batch: int, dtype: torch.dtype, arch: str) -> bool:
 
 
 def tile_for(quarter_bits: int, rows: int, cols: int, batch: int, arch: str) -> Tile:
-    """The tile of a sweep over four shapes on an H200 (docs/gpu_speed.md): within 6 % of the best of each."""
-    chunks = triton.cdiv(cols, shuffle.CHUNK)
+    """The tile of a sweep over four shapes on an H200 (docs/gpu_speed.md): within 9 % of the best of each."""
     if batch <= LARGEST_BYTES:
-        tile, programs_each, least = Tile(), 4, 1
-    else:
-        lines = min(8 if quarter_bits % 2 == 0 else 4, triton.next_power_of_2(triton.cdiv(batch, 8)))
-        # Sums of so many tiles take 128 registers.
-        # 8 rows are a whole number of steps at even rates only.
-        few_rows = lines >= 4 and quarter_bits % 2 == 0
-        tile = Tile(8, lines, 1) if few_rows else Tile(16, lines, 2)
-        programs_each, least = (2 if lines > 4 else 8), 2
-    programs = triton.cdiv(rows, shuffle.SEGMENT) * (32 // tile.rows)
-    across = max(1, programs_each * processors_of(arch) // programs)
+        tile = Tile()
+        per, programs = _along(tile, 4, 1, rows, cols, arch)
+        if programs <= _ROOM * processors_of(arch):
+            return replace(tile, per=per)
+        # A last round of a few programs takes as long as the first.
+        if quarter_bits in _SPILLING:
+            return replace(tile, per=_along(tile, 8, 1, rows, cols, arch)[0])
+        return replace(tile, per=per, registers=_FOUR_A_UNIT)
+    lines = min(8 if quarter_bits % 2 == 0 else 4, triton.next_power_of_2(triton.cdiv(batch, 8)))
+    # Sums of so many tiles take 128 registers.
+    # 8 rows are a whole number of steps at even rates only.
+    few_rows = lines >= 4 and quarter_bits % 2 == 0
+    tile = Tile(8, lines, 1) if few_rows else Tile(16, lines, 2)
+    return replace(tile, per=_along(tile, 2 if lines > 4 else 8, 2, rows, cols, arch)[0])
+
+
+def _along(tile: Tile, each: int, least: int, rows: int, cols: int, arch: str) -> tuple[int, int]:
+    """(chunks of a warp, programs): as many programs along the columns as make `each` for a multiprocessor at most."""
+    chunks = triton.cdiv(cols, shuffle.CHUNK)
+    down = triton.cdiv(rows, shuffle.SEGMENT) * (32 // tile.rows)
+    across = max(1, each * processors_of(arch) // down)
     per = max(least, triton.cdiv(chunks, across * tile.warps))
-    return replace(tile, per=per)
+    return per, down * triton.cdiv(chunks, per * tile.warps)
 
 
 def shuffle_mma_specs(

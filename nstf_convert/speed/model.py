@@ -62,9 +62,12 @@ _GROUPED, _SMALLEST_GROUP = {2: 3.8, 3: 4.8, 4: 4.9}, 0.5
 # Of a launch: what turning the activations of a rotated matrix takes [h].
 _TURNING = 0.5
 # Other formats on sm_90 [h].
-_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "shuffle": 7.5, "sums": 7.9, "trellis": 21.0, "float": 2.0}
-# What AMD's code takes of sm_90's: by the machine code shuffle takes as many instructions as int4 there, 2.9 to 3.0 [n].
-_AMD, _AMD_SHUFFLE = 1.25, 0.8
+_OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "sums": 7.9, "trellis": 21.0, "float": 2.0}
+# Shuffle codes there by quarter bits: 12 of a whole token, the others by how much longer the product takes [h]; of 8 to 11,
+# 13 and 15 as of the rate above with as many tables.
+_SHUFFLE = {8: 7.5, 9: 8.8, 10: 9.3, 11: 8.8, 12: 7.5, 13: 8.8, 14: 9.3, 15: 8.8, 16: 8.0, 17: 8.8, 18: 9.1, 19: 9.6, 20: 9.4}  # fmt: skip
+# What AMD's code takes of sm_90's; by the machine code shuffle takes as many instructions as int4 there, 2.9 to 3.0 [n].
+_AMD, _AMD_SHUFFLE = 1.25, 6.0
 # Trellis values up to so many quarter bits are sums of bytes.
 _MOST_SUMMED = 12
 
@@ -106,6 +109,8 @@ def _instructions(leaf: Node, amd: bool, rows: int) -> float:
     params = leaf.params
     if leaf.kind == "int" and not amd and rows <= FEW_ROWS and _in_groups(params):
         return _GROUPED[params.bits] + (_SMALLEST_GROUP if params.group < 64 else 0.0)
+    if leaf.kind == "shuffle":
+        return _AMD_SHUFFLE if amd else _SHUFFLE[params.quarter_bits]
     if leaf.kind == "int":
         found = _INT[params.bits]
         found += _SMALL_GROUP if 0 < params.group < 128 else 0.0
@@ -113,7 +118,7 @@ def _instructions(leaf: Node, amd: bool, rows: int) -> float:
     else:
         kind = leaf.kind if leaf.kind in ("mxfp4", "fp8") else _kind(leaf, wide=9)
         found = _OTHER[kind]
-    return found * ((_AMD_SHUFFLE if leaf.kind == "shuffle" else _AMD) if amd else 1.0)
+    return found * (_AMD if amd else 1.0)
 
 
 def _in_groups(params: Any) -> bool:
