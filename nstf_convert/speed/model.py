@@ -65,7 +65,9 @@ _TURNING = 0.5
 _OTHER = {"grid": 11.9, "mxfp4": 7.7, "fp8": 8.0, "sums": 7.9, "trellis": 21.0, "float": 2.0}
 # Shuffle codes there by quarter bits: 12 of a whole token, the others by how much longer the product takes [h]; of 8 to 11,
 # 13 and 15 as of the rate above with as many tables.
-_SHUFFLE = {8: 7.5, 9: 8.8, 10: 9.3, 11: 8.8, 12: 7.5, 13: 8.8, 14: 9.3, 15: 8.8, 16: 8.0, 17: 8.8, 18: 9.1, 19: 9.6, 20: 9.4}  # fmt: skip
+_SHUFFLE = {
+    8: 7.5, 9: 8.8, 10: 9.3, 11: 8.8, 12: 7.5, 13: 8.8, 14: 9.3, 15: 8.8, 16: 8.0, 17: 8.8, 18: 9.1, 19: 9.6, 20: 9.4,
+}  # fmt: skip
 # What AMD's code takes of sm_90's; by the machine code shuffle takes as many instructions as int4 there, 2.9 to 3.0 [n].
 _AMD, _AMD_SHUFFLE = 1.25, 6.0
 # Trellis values up to so many quarter bits are sums of bytes.
