@@ -10,7 +10,8 @@ from torch import Tensor
 from nstf.kernels.formats.tree import EncodedTensor
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton.ending import Ending, Meeting
-from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, layout_of, leaf_specs, packed_of
+from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, leaf_specs, packed_of
+from nstf.kernels.triton.packed import layout_of
 from nstf.kernels.triton.skinny import possible
 from nstf.kernels.triton.spec import KernelSpec
 
