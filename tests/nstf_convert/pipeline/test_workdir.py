@@ -15,7 +15,7 @@ from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.pipeline.store.workdir import WorkDir
 
-JOB = {"checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
+JOB = {"tool": "1", "checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
 NAMES = {"checkpoint": "./model", "datasets": ["a.txt"]}
 
 
@@ -335,3 +335,40 @@ def test_a_file_of_the_user_with_the_name_of_a_result_stays(name: str, restart: 
     with pytest.raises(UsageError, match=f"{name} has the name of a result"):
         WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
     assert (tmp_path / name).read_bytes() == b"mine" and not (tmp_path / "job.json").exists()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_job_of_the_user_is_no_reason_to_remove_anything(restart: bool, tmp_path: Path) -> None:
+    """`--restart` took any job.json for one of ours, and what lay beside it for results."""
+    (tmp_path / "job.json").write_text('{"slurm": "mine"}')
+    (tmp_path / "calibration.safetensors").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"job.json is not of a conversion: move it"):
+        WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
+    assert (tmp_path / "job.json").read_text() == '{"slurm": "mine"}'
+    assert (tmp_path / "calibration.safetensors").read_bytes() == b"mine"
+
+
+KEY = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    "name", [f"claims/{KEY}", f"pieces/{KEY}", f"pieces/ab/{KEY}", f"store/ab/{KEY}.safetensors", "store/ab"]
+)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_of_the_user_in_a_folder_as_of_results_stays(name: str, restart: bool, tmp_path: Path) -> None:
+    """Claims went at every opening, pieces once the calibration was complete."""
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(UsageError, match=f"{name} has the name of a result"):
+        WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
+    assert (tmp_path / name).read_bytes() == b"mine" and not (tmp_path / "job.json").exists()
+
+
+def test_nothing_is_taken_for_the_users_after_results_were_discarded(tmp_path: Path) -> None:
+    with WorkDir(tmp_path, JOB, names=NAMES) as work:
+        for folder in ("store", "pieces"):
+            work.put(KEY, {"x": torch.ones(2)}, {}, folder)
+        work.claim(KEY)
+        work.discard_new()
+    with WorkDir(tmp_path, {**JOB, "seed": 7}, names=NAMES) as work:
+        assert not work.has(KEY)
