@@ -80,6 +80,11 @@ def exists(path: Path) -> bool:
         return False
 
 
+def is_listed(folder: Path, name: str) -> bool:
+    """Whether a folder holds something of that name: a link to nothing, too, which `member` refuses."""
+    return os.path.lexists(folder / name)
+
+
 def is_link(path: Path) -> bool:
     """Whether a path is a link."""
     try:
