@@ -17,6 +17,7 @@ from nstf_convert.checkpoint.paths import (
     is_link,
     is_listed,
     member,
+    names_in,
     open_regular,
     pread_all,
     read_small,
@@ -61,7 +62,7 @@ def open_folder(folder: Path, allow_pickle: bool) -> Checkpoint:
     if torch_bin.has_weights(folder):
         _refuse_pickle(folder, allow_pickle)
         return _with_config(folder, folder, torch_bin.open_folder(folder))
-    inside = sorted(p.name for p in folder.iterdir())
+    inside = names_in(folder)
     if ADAPTER in inside:
         raise _adapter(folder)
     for suffix in (".gguf", ".safetensors", ".onnx"):

@@ -131,8 +131,9 @@ class WorkDir:
                 # By the clock of the disk, as the results have it.
                 self._begun_ns = os.fstat(self._lock.fileno()).st_mtime_ns
             self._check_job(dict(job), restart)
-            for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
-                _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
+            with disk_errors(path):
+                for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
+                    _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
             _drop(path / CLAIMS)
             for folder in (path / name for name in (STORE, PIECES, CLAIMS)):
                 if not folder.is_dir() and os.path.lexists(folder):  # a file, or a link to nothing; whose?

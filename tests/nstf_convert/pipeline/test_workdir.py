@@ -97,6 +97,17 @@ def test_a_fault_of_the_disk_is_not_the_users_mistake(tmp_path, monkeypatch):
         assert error.value.exit_code == code
 
 
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WorkDir(tmp_path, JOB).close()
+
+    def denied(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(NstfError, match=r"cannot be written \(Permission denied\)"):
+        WorkDir(tmp_path, JOB)
+
+
 def test_ctrl_c_while_a_temporary_file_is_removed_leaves_none(tmp_path: Path) -> None:
     """It came, at random moments, as a result's data was closed: the next run removed what it left."""
     folder = tmp_path / "w"
