@@ -64,7 +64,6 @@ def convert(
     texts = [dataset] if isinstance(dataset, str | Path) else list(dataset or ())
     check_path(model)
     target = Path(output) if output is not None else _default_output(model)
-    check_path(target)
     known = sorted(set(ConvertOptions.__dataclass_fields__) - {"model", "output", "budget", "datasets"})
     unknown = sorted(set(options) - set(known))
     if unknown:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from glob import escape
 from pathlib import Path
 
-from nstf.errors import NstfError, UsageError
+from nstf.errors import UsageError
+from nstf.runtime.artifact.atomic_file import appeared
 
 # Endings of files that tools take for a model of theirs, or for its settings.
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
@@ -98,13 +99,9 @@ def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> Non
 
 
 def check_still_free(output: Path, force: bool) -> None:
-    """Raises NstfError where something is at `output` now that was not when the work for it began. No UsageError: with those
-    a work directory goes, and this one is worth hours."""
-    if output.exists() and not force:
-        raise NstfError(
-            f"{output} was written by something else meanwhile, and stays: move it and run the same again, which goes on "
-            "from here, or `force`"
-        )
+    """Raises NstfError where something is at `output` now that was not when the work for it began."""
+    if os.path.lexists(output) and not force:
+        raise appeared(output)
 
 
 def _beside(source: Path, place: Path) -> list[Path]:

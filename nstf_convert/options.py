@@ -253,7 +253,7 @@ class ConvertOptions:
         for name in ("work_dir", "calibration"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        for path in (*self.datasets, self.work_dir, self.calibration):
+        for path in (self.output, *self.datasets, self.work_dir, self.calibration):
             if path is not None:
                 check_path(path)
         if isinstance(self.formats, str):

@@ -15,7 +15,9 @@ from nstf_convert.checkpoint.paths import (
     exists,
     expanded,
     is_link,
+    is_listed,
     member,
+    names_in,
     open_regular,
     pread_all,
     read_small,
@@ -60,12 +62,9 @@ def open_folder(folder: Path, allow_pickle: bool) -> Checkpoint:
     if torch_bin.has_weights(folder):
         _refuse_pickle(folder, allow_pickle)
         return _with_config(folder, folder, torch_bin.open_folder(folder))
-    inside = sorted(p.name for p in folder.iterdir())
-    if ADAPTER in inside:  # its few matrices would become a model of their own
-        raise UnsupportedError(
-            f"{folder} is an adapter of PEFT, not a model: merge it into the model it was made for (merge_and_unload) and "
-            "save that, or load it on the converted model"
-        )
+    inside = names_in(folder)
+    if ADAPTER in inside:
+        raise _adapter(folder)
     for suffix in (".gguf", ".safetensors", ".onnx"):
         files = [name for name in inside if name.endswith(suffix)]
         if len(files) == 1:
@@ -117,14 +116,32 @@ def _refuse_pickle(path: Path, allow_pickle: bool) -> None:
         )
 
 
+def _adapter(path: Path) -> UnsupportedError:
+    """What is said of an adapter: its few matrices would become a model of their own."""
+    return UnsupportedError(
+        f"{path} is an adapter of PEFT, not a model: merge it into the model it was made for (merge_and_unload) and "
+        "save that, or load it on the converted model"
+    )
+
+
+def _refuse_adapter(path: Path, source: Source) -> None:
+    """Raises UnsupportedError for an adapter's file that is given alone, by its name or by those of its tensors; a model may
+    have matrices of LoRA as a part of it."""
+    named = path.stem == "adapter_model" and is_listed(path.parent, ADAPTER)
+    lora = [name for name in source.infos if ".lora_" in name]
+    if named or (lora and all(n in lora or n.startswith("base_model.model.") for n in source.infos)):
+        raise _adapter(path)
+
+
 def _with_config(path: Path, folder: Path, source: Source) -> Checkpoint:
     """The source with names and side files that follow from the folder's config.json, if it has one."""
     try:
         config: dict[str, Any] | None = None
         notes: tuple[str, ...] = ()
-        if (folder / ADAPTER).exists():
+        _refuse_adapter(path, source)
+        if is_listed(folder, ADAPTER):
             notes += (f"{ADAPTER}: the adapter beside the model is not part of what is converted",)
-        if (folder / "config.json").exists():
+        if is_listed(folder, "config.json"):
             file = member(folder, "config.json", str(folder))
             raw = load_json(read_small(file, MAX_CONFIG_BYTES), str(file))
             config, dropped = filter_config(raw, str(file))

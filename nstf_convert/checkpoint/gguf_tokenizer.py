@@ -34,16 +34,20 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         )
     from transformers import AutoTokenizer
 
-    real = path.resolve()
-    with foreign_errors(f"{path}: its tokenizer cannot be rebuilt"), header_for_transformers(header):
+    with (
+        foreign_errors(f"{path}: its tokenizer cannot be rebuilt"),
+        header_for_transformers(header),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
+        # Alone: a tokenizer.json beside the file, another model's maybe, would be taken instead, unchecked.
+        alone, saved = Path(folder, "alone"), Path(folder, "saved")
+        alone.mkdir()
+        (alone / "model.gguf").symlink_to(path.resolve())
         tokenizer = AutoTokenizer.from_pretrained(
-            str(real.parent), gguf_file=real.name, local_files_only=True, trust_remote_code=False
+            str(alone), gguf_file="model.gguf", local_files_only=True, trust_remote_code=False
         )
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            tokenizer.save_pretrained(folder)
-            found = {
-                p.name: p.read_bytes() for p in Path(folder).iterdir() if p.name in (*SETTINGS, *CONTENT)
-            }
+        tokenizer.save_pretrained(saved)
+        found = {p.name: p.read_bytes() for p in saved.iterdir() if p.name in (*SETTINGS, *CONTENT)}
     for name in SETTINGS:
         if name in found:
             data = strip_code(json.loads(found[name]))

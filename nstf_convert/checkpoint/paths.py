@@ -54,12 +54,18 @@ def member(folder: Path, name: object, named_by: str) -> Path:
 
 
 def check_path(path: str | Path) -> None:
-    """Raises UsageError for a path at which nothing can lie: too long, of half characters, links in a circle."""
+    """Raises UsageError for a path at which nothing can lie: too long, of half characters, links in a circle; NstfError
+    where the machine does not say what does: in a folder that may not be searched."""
     try:
         Path(path).stat()
+    except FileNotFoundError:
+        return
     except OSError as error:
         if no_place(error):
             raise UsageError(f"{path}: nothing can lie there ({error.strerror}); check the path") from error
+        raise NstfError(
+            f"{path}: cannot be looked up ({error.strerror}); check permissions and disk"
+        ) from error
     except ValueError as error:  # a NUL, or half of a pair of surrogates
         raise UsageError(f"{str(path)!a}: no file can have such a name") from error
 
@@ -78,6 +84,22 @@ def exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def is_listed(folder: Path, name: str) -> bool:
+    """Whether a folder holds something of that name: a link to nothing, too, which `member` refuses."""
+    with _disk(str(folder / name)):
+        try:
+            (folder / name).lstat()
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def names_in(folder: Path) -> list[str]:
+    """What a folder holds, by name. Raises NstfError for one that may not be read."""
+    with _disk(str(folder)):
+        return sorted(path.name for path in folder.iterdir())
 
 
 def is_link(path: Path) -> bool:
@@ -149,7 +171,7 @@ def _disk(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise NstfError(f"{what}: cannot be read ({error.strerror}); check the disk") from error
+        raise NstfError(f"{what}: cannot be read ({error.strerror}); check permissions and disk") from error
 
 
 def pread_all(file: BinaryIO, start: int, length: int, what: str) -> bytes:

@@ -14,6 +14,7 @@ from nstf_convert.checkpoint.memory import empty
 from nstf_convert.checkpoint.paths import (
     exists,
     is_bare_name,
+    is_listed,
     member,
     open_regular,
     pread_all,
@@ -46,14 +47,14 @@ def open_file(path: Path) -> Source:
 
 def open_folder(folder: Path) -> Source:
     """The tensors of a folder with `model.safetensors` or with an index and shards."""
-    if (folder / INDEX).exists():
+    if is_listed(folder, INDEX):
         return _source(_sharded(folder))
     return open_file(member(folder, SINGLE, str(folder)))
 
 
 def has_weights(folder: Path) -> bool:
     """Whether the folder holds safetensors weights under the standard names."""
-    return (folder / INDEX).exists() or (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
+    return is_listed(folder, INDEX) or is_listed(folder, SINGLE)
 
 
 def _sharded(folder: Path) -> dict[str, Entry]:

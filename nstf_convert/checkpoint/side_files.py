@@ -7,7 +7,7 @@ from typing import Any
 from nstf.errors import CorruptError
 from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
-from nstf_convert.checkpoint.paths import member, read_small
+from nstf_convert.checkpoint.paths import is_listed, member, read_small
 
 MAX_BYTES = 256 << 20
 SETTINGS = (
@@ -40,7 +40,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     """
     files = {}
     for name in (*SETTINGS, *CONTENT):
-        if not (folder / name).exists():
+        if not is_listed(folder, name):
             continue
         path = member(folder, name, str(folder))
         data = read_small(path, MAX_BYTES)

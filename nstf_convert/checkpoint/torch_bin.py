@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.header import SAFETENSORS_NAMES
-from nstf_convert.checkpoint.paths import member, open_regular
+from nstf_convert.checkpoint.paths import is_listed, member, open_regular
 from nstf_convert.checkpoint.pickled import check_pickle
 from nstf_convert.checkpoint.safetensors_dir import read_index
 from nstf_convert.checkpoint.source import Source, TensorInfo
@@ -26,14 +26,19 @@ MOST_REPEATED = 64 << 20
 
 def has_weights(folder: Path) -> bool:
     """Whether the folder holds .bin weights under the standard names."""
-    return (folder / INDEX).exists() or (folder / SINGLE).exists() or (folder / SINGLE).is_symlink()
+    return is_listed(folder, INDEX) or is_listed(folder, SINGLE)
 
 
 def open_folder(folder: Path) -> Source:
     """The tensors of a folder with `pytorch_model.bin` or with an index and shards."""
-    if not (folder / INDEX).exists():
+    if not is_listed(folder, INDEX):
         return open_file(member(folder, SINGLE, str(folder)))
     weight_map = read_index(member(folder, INDEX, str(folder)))
+    if is_listed(folder, SINGLE) and SINGLE not in weight_map.values():
+        raise UnsupportedError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and the shards of {INDEX}; "
+            "move one of them elsewhere"
+        )
     tensors: dict[str, tuple[Tensor, Path]] = {}
     for shard in sorted(set(weight_map.values())):
         path = member(folder, shard, str(folder / INDEX))

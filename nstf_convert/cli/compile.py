@@ -167,7 +167,7 @@ def run(
     }
     if place is not None and made:
         check_still_free(place, force)
-        result["size_bytes"] = write(place, side_file.pack(made, row, batches, word))
+        result["size_bytes"] = write(place, side_file.pack(made, row, batches, word), force)
         result["path"] = str(place)
     return result
 
@@ -202,11 +202,11 @@ def dtype_of(artifact: "Artifact", given: str | None) -> str:
     return stated if stated in known else known[0]
 
 
-def write(path: Path, data: bytes) -> int:
-    """Writes the side file, complete or not at all; its size in bytes."""
+def write(path: Path, data: bytes, force: bool) -> int:
+    """Writes the side file, complete or not at all; its size in bytes. force: in the place of what came meanwhile, too."""
     from nstf.runtime.artifact.atomic_file import replacing
 
-    with replacing(path, len(data)) as output:
+    with replacing(path, len(data), keep=not force) as output:
         output.put(0, memoryview(data))
     return len(data)
 

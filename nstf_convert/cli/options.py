@@ -161,7 +161,7 @@ def check_output(output: Path, inputs: list[str], force: bool) -> None:
     keep_inputs(output, inputs)
     if output.is_dir():
         raise UsageError(f"the output {output} is a folder: give a file name such as {output / 'model.nstf'}")
-    if output.exists() and not force:
+    if os.path.lexists(output) and not force:
         raise UsageError(f"the output {output} exists: give another name, or --force to replace it")
     if not output.parent.is_dir():
         raise UsageError(f"the folder {output.parent} does not exist: create it, or give another -o")

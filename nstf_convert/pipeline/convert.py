@@ -8,6 +8,7 @@ improve/            encoded front to back, measured, compared, searched, healed 
 
 import json
 import logging
+import os
 from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
@@ -198,7 +199,7 @@ def _measure_speed(run: Run, report: dict[str, Any]) -> None:
 
 def _check_output(options: ConvertOptions) -> None:
     keep_inputs(options.output, [options.model, *options.datasets, options.calibration])
-    if options.output.exists() and not options.force:
+    if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     if not options.output.parent.is_dir():
         raise UsageError(f"the folder {options.output.parent} does not exist: make it first")
@@ -234,8 +235,10 @@ def _write(run: Run, final: Final) -> tuple[dict[str, Any], int]:
     report = reporting.build(run, final, size)
     sources = mixes.sources(session, final.planned.mix, final.load)
     session.job.check_checkpoint()
-    check_still_free(session.options.output, session.options.force)
-    written = write_artifact(session.options.output, sources, session.checkpoint.files(), meta)
+    options = session.options
+    check_still_free(options.output, options.force)
+    files = session.checkpoint.files()
+    written = write_artifact(options.output, sources, files, meta, keep=not options.force)
     if written != size:
-        raise NstfError(f"{session.options.output} has {written} bytes instead of {size}: please report this")
+        raise NstfError(f"{options.output} has {written} bytes instead of {size}: please report this")
     return report, written

@@ -210,6 +210,8 @@ class Session:
                     "%s was written into meanwhile: what was made of it is removed from %s",
                     self.options.model, self._folder,
                 )  # fmt: skip
+                self.helpers.close()
+                self.beside.close()
                 self.work.discard_new()
         finally:
             self._opened.close()

@@ -45,8 +45,11 @@ class Output:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, size_bytes: int) -> Iterator[Output]:
-    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not."""
+def replacing(path: Path, size_bytes: int, keep: bool = False) -> Iterator[Output]:
+    """A temporary file that becomes `path` when the block ends well, and vanishes when it does not.
+
+    keep: raises NstfError where something has that name by then, which stays.
+    """
     _check_destination(path, size_bytes)
     temporary, descriptor = _temporary_name(path), -1
     try:
@@ -55,7 +58,7 @@ def replacing(path: Path, size_bytes: int) -> Iterator[Output]:
         yield Output(path, descriptor, size_bytes)
         with disk_errors(path, size_bytes):
             os.fsync(descriptor)
-            temporary.replace(path)
+            place(temporary, path, keep)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -72,6 +75,41 @@ def write_whole(path: Path, content: bytes) -> None:
     """`content` under the name `path`, whole or not at all. Raises UsageError and NstfError as `replacing` does."""
     with replacing(path, len(content)) as output:
         output.write(0, memoryview(content))
+
+
+def place(temporary: Path, path: Path, keep: bool) -> None:
+    """Gives a file its name. keep: raises NstfError where something else has it."""
+    if not keep:
+        temporary.replace(path)
+    elif not _rename_to_new(temporary, path):
+        raise appeared(path)
+
+
+def appeared(path: Path) -> NstfError:
+    """What is said of an output that was not there when the work for it began. No UsageError: with those a work directory
+    goes, and this one is worth hours."""
+    return NstfError(
+        f"{path} was written by something else meanwhile, and stays: move it and run the same again, which goes on from "
+        "here, or `force`"
+    )
+
+
+def _rename_to_new(first: Path, second: Path) -> bool:
+    """Renames where nothing has the new name; else False. In one step where the system and its disk can (renameat2)."""
+    import ctypes  # here: loading an artifact needs none of it
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, new = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
+    if rename is not None:
+        if rename(here, os.fsencode(first), here, os.fsencode(second), new) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number not in (errno.EEXIST, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            raise OSError(number, os.strerror(number), str(second))
+    if os.path.lexists(second):
+        return False
+    first.rename(second)
+    return True
 
 
 def _sync_folder(path: Path, size_bytes: int) -> None:

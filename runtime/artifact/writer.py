@@ -72,14 +72,16 @@ def write_artifact(
     files: Mapping[str, bytes] | None = None,
     meta: Mapping[str, Mapping[str, Any]] | None = None,
     dtypes: Mapping[str, str] | None = None,
+    keep: bool = False,
 ) -> int:
     """Writes an artifact and gives back its size in bytes.
 
     tensors: name -> EncodedTensor, `Source` (made when needed) or `Shared` (another name for a stored one).
     files: bare name -> content. meta: objects under `plan`, `provenance`, `attention`, `report`. dtypes: the
-    source dtype of tensors given as EncodedTensor (float32 when not given).
-    Raises NstfError when the disk is full or fails, UsageError for a destination that cannot be, ValueError
-    for names, values or trees that an artifact cannot hold.
+    source dtype of tensors given as EncodedTensor (float32 when not given). keep: what has the
+    name by the end stays.
+    Raises NstfError when the disk is full or fails, or for what stays, UsageError for a destination that cannot be,
+    ValueError for names, values or trees that an artifact cannot hold.
     """
     sources = {name: _source(value, (dtypes or {}).get(name)) for name, value in tensors.items()}
     stored = {name: s for name, s in sources.items() if isinstance(s, Source)}
@@ -89,7 +91,7 @@ def write_artifact(
         files,
         meta,
     )
-    with replacing(Path(path), layout.size_bytes) as output:
+    with replacing(Path(path), layout.size_bytes, keep) as output:
         digests = {}
         for name, blob in layout.blobs.items():
             digests[FILE_PREFIX + name] = output.put(

@@ -61,6 +61,8 @@ def _export(target: str, output: str, *more: str, source: str = "in.nstf") -> Co
 
 COMMANDS = {
     "convert": Command([*_CONVERT, "--no-search", "--no-prefix"], "out.nstf", True),
+    # Where nothing is, and nothing may be replaced.
+    "convert anew": Command([w for w in (*_CONVERT, "--no-search", "--no-prefix") if w != "--force"], "out.nstf"),
     # Measured search, front to back, healing: as little of each as there can be.
     "whole": Command([*_CONVERT, "--effort", "fast", "--search", "--search-steps", "1", "--prefix", "--heal-steps", "1"],
                      "out.nstf", True),

@@ -1,13 +1,16 @@
 """Paths at which nothing can lie: one line and exit code 2 (wrong use), in commands and in Python."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nstf.runtime
 import nstf_convert
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import write_whole
 from nstf_convert import dataset
 from nstf_convert.checkpoint import open_checkpoint
@@ -51,6 +54,46 @@ def test_nor_does_what_is_loaded(folder: Path, how: str, call: Callable[[str], o
 def test_nor_a_checkpoint(folder: Path, how: str) -> None:
     with pytest.raises(UsageError):
         open_checkpoint(NAMES[how](folder))
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that may not be searched, whoever runs the tests."""
+    folder, real = tmp_path / "locked", os.stat
+    folder.mkdir()
+
+    def stat(path: Any, *how: Any, **more: Any) -> os.stat_result:
+        if not isinstance(path, int) and folder in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(os, "stat", stat)
+    return folder
+
+
+@pytest.mark.parametrize("field", ["model", "output", "dataset", "work_dir", "calibration"])
+def test_a_folder_that_may_not_be_searched_is_one_of_our_errors(locked: Path, field: str) -> None:
+    """It was a PermissionError, or what lies there was said not to exist."""
+    given = {"model": str(MODEL), "output": str(locked.with_name("o.nstf")), field: str(locked / "x.txt")}
+    model = given.pop("model")
+    with pytest.raises(NstfError, match=r"x\.txt: cannot be looked up \(Permission denied\)") as error:
+        nstf_convert.convert(model, budget=0.5, **given)  # type: ignore[arg-type]
+    assert error.value.exit_code == 1
+
+
+def test_nor_is_a_model_of_such_a_folder_said_to_hold_nothing(
+    locked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NstfError, match=r"cannot be read \(Permission denied\)"):
+        open_checkpoint(locked)
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "iterdir", _denied)
+    with pytest.raises(NstfError, match=r"locked: cannot be read \(Permission denied\)"):
+        open_checkpoint(locked)
+
+
+def _denied(path: Path) -> Any:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def test_a_home_folder_that_is_none() -> None:

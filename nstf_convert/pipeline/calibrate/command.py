@@ -1,5 +1,6 @@
 """`nstf calibrate`: the calibration alone, as a file that several conversions can share."""
 
+import os
 from pathlib import Path
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
@@ -16,7 +17,7 @@ def calibrate(options: ConvertOptions) -> Path:
     """Writes the calibration file at `options.output`. Raises UnsupportedError for a model that cannot be run."""
     if options.calibration is not None:
         raise UsageError("calibrate makes a calibration file, it does not take one: leave it out")
-    if options.output.exists() and not options.force:
+    if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     check = possible.check if options.context is not None else None
     with Session(options, Stages(), may_drop=False, check=check) as session:
@@ -25,11 +26,12 @@ def calibrate(options: ConvertOptions) -> Path:
         made = session.calibration.path
         session.job.check_checkpoint()
         check_still_free(options.output, options.force)
+        keep = not options.force
         if options.context is not None:
-            write_with_profile(session, session.calibration, options.output)
+            write_with_profile(session, session.calibration, options.output, keep)
             return options.output
         try:
-            with made.open("rb") as file, replacing(options.output, made.stat().st_size) as out:
+            with made.open("rb") as file, replacing(options.output, made.stat().st_size, keep) as out:
                 at = 0
                 while chunk := file.read(CHUNK_BYTES):
                     out.write(at, memoryview(chunk))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
-from nstf.runtime.artifact.atomic_file import disk_errors
+from nstf.runtime.artifact.atomic_file import disk_errors, place
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -44,9 +44,10 @@ def check_name(path: Path) -> None:
 class TensorFileWriter:
     """Appends tensors to a temporary file and gives it its name on a clean exit; removes it on an exception."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: bool = False) -> None:
+        """keep: what has the name by then stays, and NstfError is raised."""
         check_name(path)
-        self._path = path
+        self._path, self._keep = path, keep
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._data_path = path.with_name(f".{path.name}.data.{os.getpid()}")
@@ -109,7 +110,7 @@ class TensorFileWriter:
             shutil.copyfileobj(data, out, 1 << 22)
             out.flush()
             os.fsync(out.fileno())
-        partial.replace(self._path)
+        place(partial, self._path, self._keep)
         sync_folder(self._path.parent)
 
 

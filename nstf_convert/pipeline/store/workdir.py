@@ -38,6 +38,8 @@ STORE, PIECES = "store", "pieces"
 CLAIMS = "claims"
 # The entry of job.json that is not part of the job: what people call its digests.
 NAMES = "names"
+# Entries that every job.json of ours has: one without them is the user's.
+_ALWAYS = {"tool", "checkpoint", NAMES}
 
 
 def content_key(**parts: Any) -> str:
@@ -64,6 +66,7 @@ def write_json(path: Path, data: Any) -> None:
 
 # The folder may be one of the user's, so nothing is removed but what has such a name, or one of RESULTS.
 _RESULT = re.compile(r"[0-9a-f]{64}(?:\.safetensors)?")
+_SHORT = re.compile("[0-9a-f]{2}")
 _PARTIAL = re.compile(rf"\.(?:{RESULTS.pattern}|{_RESULT.pattern})\.(?:data|part)\.[0-9]+")
 
 
@@ -127,11 +130,10 @@ class WorkDir:
                 os.utime(self._lock.fileno())
                 # By the clock of the disk, as the results have it.
                 self._begun_ns = os.fstat(self._lock.fileno()).st_mtime_ns
-            if restart:
-                self._clear()
-            self._check_job(dict(job))
-            for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
-                _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
+            self._check_job(dict(job), restart)
+            with disk_errors(path):
+                for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
+                    _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
             _drop(path / CLAIMS)
             for folder in (path / name for name in (STORE, PIECES, CLAIMS)):
                 if not folder.is_dir() and os.path.lexists(folder):  # a file, or a link to nothing; whose?
@@ -178,7 +180,9 @@ class WorkDir:
         self._lock.close()
 
     def discard_new(self) -> None:
-        """Removes the results that were made since it was opened: what they were made of has changed meanwhile."""
+        """Removes the results that were made since it was opened: what they were made of has changed meanwhile. Only when no
+        other process is at work."""
+        self.drop_pieces()  # before job.json: without it they would be taken for the user's
         with contextlib.suppress(OSError):
             for folder in _result_folders(self.path / STORE):
                 _remove_named(folder, _RESULT, self._begun_ns)
@@ -186,18 +190,36 @@ class WorkDir:
 
     def _clear(self) -> None:
         """Removes what a run writes here, and nothing else that may lie in the folder."""
-        if not (self.path / "job.json").exists():
-            return
         for name in (STORE, PIECES, CLAIMS):
             _drop(self.path / name)
         _remove_named(self.path, RESULTS)  # by name: the checkpoint itself may lie here
 
-    def _check_job(self, job: dict[str, Any]) -> None:
+    def _check_job(self, job: dict[str, Any], restart: bool = False) -> None:
+        """Raises UsageError unless the folder holds this job's results, or none. restart: those of any job are removed."""
         file = self.path / "job.json"
-        if not file.exists():
+        found = self._found_job(file)
+        if found is None:
             self._check_foreign()
+        elif restart:
+            self._clear()
+        if found is None or restart:
             write_json(file, {**job, NAMES: self._names})
             return
+        called = found.pop(NAMES)
+        called = called if isinstance(called, dict) else {}
+        differing = sorted(k for k in set(found) | set(job) if found.get(k) != job.get(k))
+        if differing:
+            details = "; ".join(self._difference(k, found, job, called) for k in differing)
+            raise UsageError(
+                f"work directory {self.path} holds results of another job ({details}): use the same settings to go "
+                "on with it, `restart` to discard it, or another `work_dir`"
+            )
+
+    @staticmethod
+    def _found_job(file: Path) -> dict[str, Any] | None:
+        """What job.json says, or None where there is none. Raises UsageError for one that is not ours."""
+        if not file.exists():
+            return None
         try:
             if not file.is_file():
                 raise ValueError("it is no file")
@@ -212,23 +234,19 @@ class WorkDir:
             raise CorruptError(
                 f"{file} cannot be read ({error}): remove the work directory and run again"
             ) from error
-        called = found.pop(NAMES, None)
-        called = called if isinstance(called, dict) else {}
-        differing = sorted(k for k in set(found) | set(job) if found.get(k) != job.get(k))
-        if differing:
-            details = "; ".join(self._difference(k, found, job, called) for k in differing)
-            raise UsageError(
-                f"work directory {self.path} holds results of another job ({details}): use the same settings to go "
-                "on with it, `restart` to discard it, or another `work_dir`"
-            )
+        if not found.keys() >= _ALWAYS:
+            raise UsageError(f"{file} is not of a conversion: move it, or choose another work directory")
+        return found
 
     def _check_foreign(self) -> None:
         """Raises UsageError in a folder of no job where something has the name of a result: it is the user's."""
         with disk_errors(self.path):
-            found = sorted(p.name for p in self.path.iterdir() if RESULTS.fullmatch(p.name))
+            found = sorted(p for p in self.path.iterdir() if RESULTS.fullmatch(p.name))
+            for name in (STORE, PIECES, CLAIMS):
+                found += _named_as_results(self.path / name)
         if found:
             raise UsageError(
-                f"{self.path / found[0]} has the name of a result, but there is no job.json beside it: move it, or choose "
+                f"{found[0]} has the name of a result, but there is no job.json beside it: move it, or choose "
                 "another work directory"
             )
 
@@ -322,8 +340,18 @@ def undamaged(path: Path, whole: bool = True, key: str | None = None) -> TensorF
 def _result_folders(folder: Path) -> list[Path]:
     """The folders of results in a folder of them, each named after how its keys begin."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(p for p in folder.iterdir() if re.fullmatch("[0-9a-f]{2}", p.name) and p.is_dir())
+        return sorted(p for p in folder.iterdir() if _SHORT.fullmatch(p.name) and p.is_dir())
     return []
+
+
+def _named_as_results(folder: Path) -> list[Path]:
+    """What has the name of a result in a folder of them, and what is no folder where `put` makes one."""
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if _SHORT.fullmatch(p.name) and not p.is_dir()]
+    for each in (folder, *_result_folders(folder)):
+        found += [p for p in each.iterdir() if _RESULT.fullmatch(p.name)]
+    return sorted(found)
 
 
 def _remove_named(folder: Path, pattern: re.Pattern[str], since_ns: int = 0) -> None:

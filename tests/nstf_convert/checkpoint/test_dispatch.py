@@ -143,3 +143,26 @@ def test_an_adapter_beside_a_model_is_said_to_be_left_out(make_folder: Callable[
     (folder / "adapter_config.json").write_text("{}")
     with open_checkpoint(folder) as checkpoint:
         assert any("the adapter beside the model is not part" in note for note in checkpoint.notes)
+
+
+def test_nor_is_an_adapters_file_alone(tmp_path: Path) -> None:
+    """It was converted as a model, with a note that the adapter beside it is not part of what is converted."""
+    lora, other = tmp_path / "lora", tmp_path / "ia3"
+    for folder in (lora, other):
+        folder.mkdir()
+    names = ("q.lora_A.weight", "q.lora_B.weight", "score.weight")
+    tensors = {f"base_model.model.{name}": torch.ones(4, 8) for name in names}
+    save_file(tensors, lora / "mine.safetensors")
+    torch.save(tensors, lora / "mine.bin")
+    save_file({"base_model.model.q.ia3_l": torch.ones(4, 1)}, other / "adapter_model.safetensors")
+    (other / "adapter_config.json").write_text("{}")
+    for path in (lora / "mine.safetensors", lora / "mine.bin", other / "adapter_model.safetensors"):
+        with pytest.raises(UnsupportedError, match=r"is an adapter of PEFT, not a model: merge it"):
+            open_checkpoint(path)
+
+
+def test_a_model_may_have_matrices_of_lora(tmp_path: Path) -> None:
+    names = ("model.q.base_layer.weight", "model.q.lora_A.speech.weight")
+    save_file({name: torch.ones(4, 8) for name in names}, tmp_path / "m.safetensors")
+    with open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
+        assert checkpoint.names() == sorted(names)

@@ -244,6 +244,28 @@ def test_files_do_not_depend_on_the_folder(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_tokenizer_files_beside_a_gguf_are_not_read(tmp_path: Path) -> None:
+    """Another model's took the place of the GGUF's own, in silence, and settings with code were seen by transformers."""
+    model = tiny("LlamaForCausalLM")
+    path = write(
+        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model), tokenizer=True
+    )
+    with open_checkpoint(path) as checkpoint:
+        own = checkpoint.files()
+    other = json.loads(own["tokenizer.json"])
+    other["model"]["vocab"] = {
+        token: len(other["model"]["vocab"]) - 1 - n for token, n in other["model"]["vocab"].items()
+    }
+    settings = {"auto_map": {"AutoTokenizer": ["x.Foo", None]}, "tokenizer_class": "BertTokenizer"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "bert"}))
+    (tmp_path / "link.gguf").symlink_to(path)
+    for name in ("m.gguf", "link.gguf"):
+        with open_checkpoint(tmp_path / name) as checkpoint:
+            assert checkpoint.files() == own
+
+
 def test_a_tokenizer_nobody_knows_is_unsupported(tmp_path: Path) -> None:
     model = tiny("LlamaForCausalLM")
     keys = {"tokenizer.ggml.model": "never_heard_of", "tokenizer.ggml.tokens": ["a", "b"]}

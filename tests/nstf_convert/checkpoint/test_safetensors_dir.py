@@ -267,6 +267,27 @@ def test_a_dangling_link_is_missing(llama_folder: Path) -> None:
         open_checkpoint(llama_folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
+    ],
+)
+def test_a_dangling_link_beside_the_weights_is_missing(llama_folder: Path, name: str) -> None:
+    """It was passed over: a model without its config.json is converted without calibration, with exit code 0."""
+    if name.startswith("pytorch_model"):
+        (llama_folder / "model.safetensors").unlink()
+    (llama_folder / name).unlink(missing_ok=True)
+    (llama_folder / name).symlink_to("nowhere")
+    with pytest.raises(CorruptError, match=rf"{name} is missing \(a dangling link\)") as error:
+        open_checkpoint(llama_folder).files()
+    assert error.value.exit_code == 5
+
+
 def test_the_hub_cache_may_link_to_its_blobs(llama_folder: Path, tmp_path: Path) -> None:
     root = tmp_path / "models--org--tiny"
     (root / "blobs").mkdir(parents=True)

@@ -65,6 +65,19 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_two_models_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """transformers reads the file, and nstf read the shards."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "pytorch_model-1.bin"}}))
+    with pytest.raises(UnsupportedError, match="holds two models"):
+        open_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert not checkpoint.get("a").any()
+
+
 def test_an_index_cannot_name_a_path(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
     with pytest.raises(CorruptError, match="only plain file names"):

@@ -219,6 +219,38 @@ def test_an_output_that_appears_meanwhile_stays_and_the_work_is_kept(
     assert chosen.output.read_bytes() != b"another's"
 
 
+@pytest.mark.parametrize("command", [convert, calibrate])
+def test_nor_is_one_replaced_that_appears_while_the_output_is_written(
+    options, monkeypatch, command: Callable[[object], object]
+) -> None:
+    """Of a large model that takes minutes; the last look was before them."""
+    chosen, real = options(("ratio", 0.6)), os.fsync
+
+    def synced(descriptor: int) -> None:
+        real(descriptor)
+        written = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if written.parent == chosen.output.parent and written.is_file() and not chosen.output.exists():
+            chosen.output.write_bytes(b"another's")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    with pytest.raises(NstfError, match="was written by something else meanwhile"):
+        command(chosen)
+    assert chosen.output.read_bytes() == b"another's"
+    work = chosen.output.with_name(chosen.output.name + ".work")
+    assert {p.name for p in chosen.output.parent.iterdir() if p.name.startswith((".", "out"))} == {
+        chosen.output.name, work.name,
+    }  # fmt: skip
+
+
+def test_an_output_that_is_a_link_to_nothing_is_refused_before_the_work(options) -> None:
+    chosen = options(("ratio", 0.6))
+    chosen.output.symlink_to("nowhere")
+    for command in (convert, calibrate):
+        with pytest.raises(UsageError, match="exists: give another output"):
+            command(chosen)
+    assert chosen.output.is_symlink() and len(list(chosen.output.parent.iterdir())) == 1
+
+
 @pytest.mark.parametrize("given", ["model", "datasets", "calibration", "output"])
 def test_no_file_of_the_user_has_the_name_of_a_result(options, small, tmp_path, given) -> None:
     """`restart` removed a calibration that was given, and lay in the work directory."""

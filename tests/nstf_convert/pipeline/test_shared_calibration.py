@@ -154,7 +154,7 @@ def test_candidates_are_shared_where_all_hessians_are_kept(
 
 
 def test_a_piece_is_taken_once_and_not_when_an_earlier_run_has_left_it(tmp_path) -> None:
-    with WorkDir(tmp_path / "work", {}) as work:
+    with WorkDir(tmp_path / "work", {"tool": "1", "checkpoint": "2"}) as work:
         part = SharedStep("step", "identity", 64)
         first, other = (Pieces(work, part, ["dense"]) for _ in range(2))
         assert first.take("0") and not other.take("0") and other.left("01") and other.take("1")
@@ -165,7 +165,7 @@ def test_a_piece_is_taken_once_and_not_when_an_earlier_run_has_left_it(tmp_path)
         assert found is not None and found[0]["x"].sum() == 2 and found[1] == {"n": 1}
         assert Pieces(work, replace(part, tokens_per_batch=128), ["dense"]).take("1")
         assert Pieces(work, part, ["dense", "trellis"]).take("1")
-    with WorkDir(tmp_path / "work", {}) as work:
+    with WorkDir(tmp_path / "work", {"tool": "1", "checkpoint": "2"}) as work:
         again = Pieces(work, part, ["dense"])
         assert again.take("0") and not again.take("1")
 

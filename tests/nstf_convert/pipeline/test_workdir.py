@@ -15,7 +15,7 @@ from nstf.errors import CorruptError, NstfError, UsageError
 from nstf_convert.pipeline.store.tensorfile import TensorFileWriter
 from nstf_convert.pipeline.store.workdir import WorkDir
 
-JOB = {"checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
+JOB = {"tool": "1", "checkpoint": "9f" * 32, "datasets": ["ab" * 32], "seed": 0}
 NAMES = {"checkpoint": "./model", "datasets": ["a.txt"]}
 
 
@@ -64,6 +64,18 @@ def test_restart_in_a_folder_of_someone_else_removes_nothing(tmp_path):
         assert (tmp_path / "weights.safetensors").read_bytes() == b"1"
 
 
+def test_a_calibration_file_keeps_what_appears_under_its_name(tmp_path: Path) -> None:
+    """`nstf calibrate --context` writes its output so."""
+    path = tmp_path / "x"
+    with (
+        pytest.raises(NstfError, match="x was written by something else meanwhile, and stays"),
+        TensorFileWriter(path, keep=True) as writer,
+    ):
+        writer.add("a", torch.ones(2))
+        path.write_bytes(b"mine")
+    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
 def test_a_job_that_is_none_is_named(tmp_path, content):
     (tmp_path / "job.json").write_bytes(content)
@@ -83,6 +95,17 @@ def test_a_fault_of_the_disk_is_not_the_users_mistake(tmp_path, monkeypatch):
         with pytest.raises(NstfError, match=str(tmp_path / "w")) as error:
             WorkDir(tmp_path / "w", JOB, names=NAMES)
         assert error.value.exit_code == code
+
+
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WorkDir(tmp_path, JOB).close()
+
+    def denied(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(NstfError, match=r"cannot be written \(Permission denied\)"):
+        WorkDir(tmp_path, JOB)
 
 
 def test_ctrl_c_while_a_temporary_file_is_removed_leaves_none(tmp_path: Path) -> None:
@@ -335,3 +358,40 @@ def test_a_file_of_the_user_with_the_name_of_a_result_stays(name: str, restart: 
     with pytest.raises(UsageError, match=f"{name} has the name of a result"):
         WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
     assert (tmp_path / name).read_bytes() == b"mine" and not (tmp_path / "job.json").exists()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_job_of_the_user_is_no_reason_to_remove_anything(restart: bool, tmp_path: Path) -> None:
+    """`--restart` took any job.json for one of ours, and what lay beside it for results."""
+    (tmp_path / "job.json").write_text('{"slurm": "mine"}')
+    (tmp_path / "calibration.safetensors").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"job.json is not of a conversion: move it"):
+        WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
+    assert (tmp_path / "job.json").read_text() == '{"slurm": "mine"}'
+    assert (tmp_path / "calibration.safetensors").read_bytes() == b"mine"
+
+
+KEY = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    "name", [f"claims/{KEY}", f"pieces/{KEY}", f"pieces/ab/{KEY}", f"store/ab/{KEY}.safetensors", "store/ab"]
+)
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_of_the_user_in_a_folder_as_of_results_stays(name: str, restart: bool, tmp_path: Path) -> None:
+    """Claims went at every opening, pieces once the calibration was complete."""
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(UsageError, match=f"{name} has the name of a result"):
+        WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
+    assert (tmp_path / name).read_bytes() == b"mine" and not (tmp_path / "job.json").exists()
+
+
+def test_nothing_is_taken_for_the_users_after_results_were_discarded(tmp_path: Path) -> None:
+    with WorkDir(tmp_path, JOB, names=NAMES) as work:
+        for folder in ("store", "pieces"):
+            work.put(KEY, {"x": torch.ones(2)}, {}, folder)
+        work.claim(KEY)
+        work.discard_new()
+    with WorkDir(tmp_path, {**JOB, "seed": 7}, names=NAMES) as work:
+        assert not work.has(KEY)
