@@ -205,6 +205,23 @@ def test_what_float32_does_not_hold_is_refused(tmp_path: Path, value: torch.Tens
             checkpoint.get("a")
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_values_that_float32_rounds_to_nothing_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A matrix of 1e-50 became zeros, and the reference with it."""
+    small = torch.tensor([0.0, -1e-50, 1e-60, 1e-310], dtype=torch.float64).reshape(shape)
+    kept = {"zeros": 0 * small, "some": small + torch.tensor([1.2e-38, 0, 0, 0]).double().reshape(shape)}
+    # Those of float32 stay as they are.
+    kept["float32"] = torch.full(shape, 1e-40)
+    save_file({"a": small, **kept}, tmp_path / "x.safetensors")
+    with open_checkpoint(tmp_path / "x.safetensors") as checkpoint:
+        for name, value in kept.items():
+            assert torch.equal(checkpoint.get(name), value)
+        with pytest.raises(
+            UnsupportedError, match=r"'a' has no value beyond 1e-50, which float32 rounds to 0"
+        ):
+            checkpoint.get("a")
+
+
 def test_a_tensor_the_index_promises_must_be_there(make_folder: Make) -> None:
     folder = make_folder("LlamaForCausalLM", shard="20KB")
     path = folder / "model.safetensors.index.json"
