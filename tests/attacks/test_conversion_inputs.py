@@ -87,10 +87,27 @@ def test_a_config_of_other_tensors_leaves_them_without_calibration(
     assert code == 0 and "its config.json does not describe its tensors" in said
 
 
-def test_a_matrix_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder(tmp_path / "m", lambda found: {n: t for n, t in found.items() if "q_proj" not in n})
-    code, said = converted(path, capsys)
-    assert code == 6 and "has no parameter 'model.layers.0.self_attn.q_proj.weight'" in said
+@pytest.mark.parametrize("command", ["convert", "plan", "calibrate"])
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "norm", "embed_tokens"])
+def test_a_parameter_that_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    """But for matrices it was an error of safetensors, and exit code 1."""
+    path = folder(
+        tmp_path / "m", lambda found: {n: t for n, t in found.items() if n != f"model.{name}.weight"}
+    )
+    words = [command, str(path), *(() if command == "calibrate" else ("--budget", "0.9", "--effort", "fast"))]
+    code = run(
+        [
+            *words,
+            *(() if command == "plan" else ("-o", str(tmp_path / "o"))),
+            "--work-dir",
+            str(tmp_path / "w"),
+        ]
+    )
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert code == 6 and "has no parameter '" in told and f"{name}.weight'" in told
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_name_of_half_characters_is_refused(tmp_path: Path) -> None:
