@@ -12,6 +12,7 @@ from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.config import MAX_LABELS
+from nstf.runtime.skeleton import ARGUMENTS_OF, leads_away
 
 MAX_DEPTH = 6
 MAX_ITEMS = 200_000
@@ -37,6 +38,8 @@ TEXT_KEYS = frozenset(
 )
 LABELS = frozenset(("id2label", "label2id"))
 LABEL_CHARS = 200
+# The mark of a token in settings, with what it does to the text around it.
+ADDED_TOKEN = "__type"
 
 
 def filter_config(raw: object, where: str) -> tuple[dict[str, Any], list[str]]:
@@ -172,12 +175,23 @@ def _labels(key: str, value: Mapping[str, Any], where: str) -> tuple[dict[str, A
     return kept, sum(len(text) > LABEL_CHARS for text in texts)
 
 
-def strip_code(value: Any, depth: int = 0) -> Any:
-    """A tokenizer, generation or processor config without the keys that can lead to code; text is kept."""
+def strip_code(value: Any, depth: int = 0, arguments: bool = True) -> Any:
+    """A tokenizer, generation or processor config without the keys that can lead to code or to another file; text is kept.
+
+    arguments: whether the keys of a dictionary become arguments of a class, not words or tokens.
+    """
     if depth > MAX_DEPTH * 4:
         return None
     if isinstance(value, dict):
         return {
-            k: strip_code(v, depth + 1) for k, v in value.items() if k not in DENIED and not k.startswith("_")
+            k: strip_code(v, depth + 1, k.endswith(ARGUMENTS_OF))
+            for k, v in value.items()
+            if not _leads_to_code(k, v, arguments)
         }
-    return [strip_code(v, depth + 1) for v in value] if isinstance(value, list) else value
+    return [strip_code(v, depth + 1, False) for v in value] if isinstance(value, list) else value
+
+
+def _leads_to_code(key: str, value: Any, argument: bool) -> bool:
+    if key in DENIED or key.startswith("_"):
+        return key != ADDED_TOKEN
+    return bool(value) and leads_away(key, value, argument)  # files that are null or empty lead nowhere

@@ -197,6 +197,19 @@ def test_settings_keep_text_and_lose_code() -> None:
     assert strip_code(raw) == {"chat_template": "{{ a/b }}", "x": [{"z": "any text / at all"}]}
 
 
+def test_settings_keep_added_tokens_and_lose_what_leads_to_files() -> None:
+    token = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
+    words = {"x_path": 1, "vocab": "a", "y_dir": "b"}
+    kept = {"bos_token": token, "extra": [token], "words": words, "vocab_file": None, "init_inputs": []}
+    lost = {"merges_file": "x", "spiece_path": "x", "init_inputs": ["x"], "vocab": "x", "__init__": 1}
+    assert strip_code({**kept, **lost}) == {k: v for k, v in kept.items() if k != "init_inputs"}
+    assert strip_code(kept) == kept
+    assert strip_code({"mecab_kwargs": words, "x": [{"vocab_file": "x", "auto_map": 1, "a": words}]}) == {
+        "mecab_kwargs": {},
+        "x": [{"a": words}],
+    }
+
+
 def test_an_empty_list_of_end_tokens_is_read_as_none(llama_folder: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         file = llama_folder / name

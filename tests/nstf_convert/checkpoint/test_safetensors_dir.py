@@ -331,6 +331,26 @@ def test_side_files_lose_the_keys_that_lead_to_code(llama_folder: Path) -> None:
     assert files["tokenizer.json"] == b"{}"
 
 
+def test_tokens_are_no_settings(llama_folder: Path) -> None:
+    """Tokens that begin like private keys, or are called like a setting, went, and those after them had other numbers."""
+    tokens = {"__en__": 990, "revision": 991, "auto_map": 992, "<ok>": 993}
+    (llama_folder / "added_tokens.json").write_text(json.dumps(tokens))
+    bos = {"__type": "AddedToken", "content": "<s>"}
+    (llama_folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+    with open_checkpoint(llama_folder) as checkpoint:
+        files = checkpoint.files()
+    assert json.loads(files["added_tokens.json"]) == tokens
+    assert json.loads(files["tokenizer_config.json"]) == {"bos_token": bos}
+
+
+def test_a_table_of_tokens_that_is_none_loses_code(llama_folder: Path) -> None:
+    (llama_folder / "added_tokens.json").write_text(
+        '{"a": 1, "auto_map": {"b": "c"}, "x": [{"auto_map": 2}]}'
+    )
+    with open_checkpoint(llama_folder) as checkpoint:
+        assert json.loads(checkpoint.files()["added_tokens.json"]) == {"a": 1, "x": [{}]}
+
+
 def test_a_tokenizer_link_that_leaves_the_folder_is_refused(llama_folder: Path) -> None:
     (llama_folder / "tokenizer.json").symlink_to("/etc/hostname")
     with (
