@@ -10,6 +10,8 @@ from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import member, read_small
 
 MAX_BYTES = 256 << 20
+# Of settings: 180 bytes for each of 150,000 added tokens.
+MAX_SETTINGS_BYTES = 32 << 20
 TOKENS = "added_tokens.json"
 SETTINGS = (
     "generation_config.json",
@@ -44,7 +46,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
         if not (folder / name).exists():
             continue
         path = member(folder, name, str(folder))
-        data = read_small(path, MAX_BYTES)
+        data = read_small(path, MAX_SETTINGS_BYTES if name in SETTINGS else MAX_BYTES)
         if name in SETTINGS:
             settings = without_code(name, load_json(data, str(path)))
             if name == "generation_config.json":
