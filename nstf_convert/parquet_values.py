@@ -86,10 +86,10 @@ def _unpacked(rows: Any) -> int:
     if types.is_struct(kind):
         return sum(_unpacked(part) for part in rows.flatten())
     if types.is_map(kind):
-        first, end = rows.offsets[0].as_py(), rows.offsets[-1].as_py()
-        return ENTRY_BYTES * (end - first) + sum(
-            _unpacked(part.slice(first, end - first)) for part in (rows.keys, rows.items)
-        )
+        first = rows.offsets[0].as_py()
+        count = int(rows.offsets[-1].as_py() - first)
+        entries = (part.slice(first, count) for part in (rows.keys, rows.items))
+        return ENTRY_BYTES * count + sum(map(_unpacked, entries))
     if any(is_kind(kind) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list,
                                          types.is_list_view, types.is_large_list_view)):  # fmt: skip
         entries = rows.flatten()
