@@ -184,14 +184,10 @@ def strip_code(value: Any, depth: int = 0, arguments: bool = True) -> Any:
         return None
     if isinstance(value, dict):
         return {
-            k: strip_code(v, depth + 1, k.endswith(ARGUMENTS_OF))
+            k: strip_code(v, depth + 1, k.endswith(ARGUMENTS_OF)) if type(v) in (dict, list) else v
             for k, v in value.items()
-            if not _leads_to_code(k, v, arguments)
+            if k == ADDED_TOKEN
+            # Files that are null or empty lead nowhere.
+            or not (k in DENIED or k.startswith("_") or (v and leads_away(k, v, arguments)))
         }
     return [strip_code(v, depth + 1, False) for v in value] if isinstance(value, list) else value
-
-
-def _leads_to_code(key: str, value: Any, argument: bool) -> bool:
-    if key in DENIED or key.startswith("_"):
-        return key != ADDED_TOKEN
-    return bool(value) and leads_away(key, value, argument)  # files that are null or empty lead nowhere
