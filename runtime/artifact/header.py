@@ -53,7 +53,6 @@ SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items(
 # Strings of a JSON text. `\Z` and `.?` make an unterminated string match too: without them a text of
 # `\"\"\"...` would cost quadratic time.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
-_TEXT_STRING = re.compile(_STRING.pattern.decode(), re.DOTALL)
 _SPLIT_BYTES = 1 << 22
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -150,7 +149,7 @@ def check_values(text: str | bytes, what: str) -> None:
     if len(text) <= most or _marks(text) <= most:
         return
     # Marks in strings are none, which is looked at in texts alone: bytes may be UTF-16, whose strings end elsewhere.
-    if isinstance(text, bytes) or _marks(_TEXT_STRING.sub("", text)) > most:
+    if isinstance(text, bytes) or _marks(re.sub(_STRING.pattern.decode(), "", text, flags=re.DOTALL)) > most:
         raise HeaderError(f"{what} holds more than {most} values, too many for its length")
 
 
