@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nstf.errors import NstfError, UsageError, out_of_memory
 from nstf.runtime import tokenizing
+from nstf.runtime.artifact.header import HeaderError, check_values
 from nstf_convert.checkpoint.paths import exists, expanded
 from nstf_convert.parquet_values import column_values
 
@@ -223,7 +224,10 @@ def _jsonl(file: Path, field: str | None) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
+                check_values(line, f"the dataset {file}, line {number}:")
                 record = json.loads(line)
+            except HeaderError as error:
+                raise UsageError(f"{error}; leave out what is no text") from error
             except (ValueError, RecursionError) as error:
                 raise UsageError(
                     f"the dataset {file}, line {number}: not JSON ({str(error)[:80]})"

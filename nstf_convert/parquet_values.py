@@ -79,13 +79,23 @@ def _unpacked(rows: Any) -> int:
     import pyarrow
     from pyarrow import compute
 
-    kind = rows.type
-    if pyarrow.types.is_dictionary(kind):
+    kind, types = rows.type, pyarrow.types
+    if types.is_dictionary(kind):
         largest = compute.max(compute.binary_length(rows.dictionary)).as_py() if len(rows.dictionary) else 0
         return len(rows) * int(largest or 0)
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+    if types.is_struct(kind):
+        return sum(_unpacked(part) for part in rows.flatten())
+    if types.is_map(kind):
+        first = rows.offsets[0].as_py()
+        count = int(rows.offsets[-1].as_py() - first)
+        entries = (part.slice(first, count) for part in (rows.keys, rows.items))
+        return ENTRY_BYTES * count + sum(map(_unpacked, entries))
+    if any(is_kind(kind) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list,
+                                         types.is_list_view, types.is_large_list_view)):  # fmt: skip
         entries = rows.flatten()
         return ENTRY_BYTES * len(entries) + _unpacked(entries)
-    if pyarrow.types.is_struct(kind):
-        return sum(_unpacked(part) for part in rows.flatten())
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _unpacked(rows.storage)
+    if types.is_nested(kind) or types.is_run_end_encoded(kind):
+        raise ValueError(f"it has values of the type {kind}, which is not supported")
     return int(rows.nbytes)

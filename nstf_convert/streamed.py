@@ -115,6 +115,10 @@ class StreamedModel:
         """The checkpoint's name of a parameter: the same, or the one it is tied to."""
         return self._names[parameter]
 
+    def stored_parameters(self) -> list[str]:
+        """The checkpoint's names of all parameters."""
+        return sorted(set(self._names.values()))
+
     def stored_buffers(self) -> list[str]:
         """Names of the buffers that the source has, such as a batch normalisation's mean and variance. How many batches it
         has seen is none of them: nothing reads it."""

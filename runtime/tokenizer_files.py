@@ -13,7 +13,7 @@ from typing import Any
 from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
-from nstf.runtime.artifact.header import check_nesting, corrupt, short
+from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
 from nstf.runtime.skeleton import ARGUMENTS_OF, harmless, leads_away
 from nstf.runtime.tokenizer_growth import check_growth, check_made
 from nstf.runtime.tokenizing import is_panic
@@ -94,6 +94,7 @@ def _without_code(name: str, content: bytes, where: str) -> bytes:
         return content
     try:
         check_nesting(content, "the text")
+        check_values(content, "the text")
         found = json.loads(content.decode("utf-8-sig"))
     except ValueError as error:
         raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error

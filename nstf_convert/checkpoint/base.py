@@ -88,7 +88,7 @@ class Checkpoint:
         """The parameter, read from disk into memory of its own.
 
         The dtype is the stored one; parameters of a quantised GGUF come as float32 values rounded to bfloat16.
-        Raises CorruptError for NaN or infinite values, UnsupportedError for those that float32 does not hold.
+        Raises CorruptError for NaN or infinite values, UnsupportedError for those too large or small for float32.
         """
         tensor = self._recipe(name).build(self._source.read)
         bad = 0 if name in self._finite else _not_finite(tensor)
@@ -189,7 +189,8 @@ class NoParameterError(UnsupportedError, KeyError):
 
 
 def _beyond_float32(tensor: Tensor) -> str:
-    """What of it would be lost in float32 altogether, or "": imaginary parts, numbers whose squares are beyond it."""
+    """What of it would be lost in float32 altogether, or "": imaginary parts, numbers whose squares are beyond it, or that
+    are all below it."""
     if tensor.is_complex():
         kind = str(tensor.dtype).removeprefix("torch.")
         return f"has the type {kind}, which no model here computes with; save it as float32"
@@ -197,8 +198,11 @@ def _beyond_float32(tensor: Tensor) -> str:
         low, high = (float(x) for x in torch.aminmax(tensor))
         # A vector is stored as it is: a mask of the lowest numbers, say.
         most = LARGEST_VALUE if tensor.dim() > 1 else torch.finfo(torch.float32).max
-        if max(-low, high) > most:
-            return f"has values up to {max(-low, high):.3g}, and {most:.3g} is supported; save smaller ones"
+        largest = max(-low, high)
+        if largest > most:
+            return f"has values up to {largest:.3g}, and {most:.3g} is supported; save smaller ones"
+        if tensor.dtype == torch.float64 and 0 < largest < torch.finfo(torch.float32).tiny:
+            return f"has no value beyond {largest:.3g}, which float32 rounds to 0 or to few digits; save larger ones"
     return ""
 
 

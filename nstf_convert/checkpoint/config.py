@@ -12,6 +12,7 @@ from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.config import MAX_LABELS
+from nstf.runtime.skeleton import ARGUMENTS_OF, leads_away
 
 MAX_DEPTH = 6
 MAX_ITEMS = 200_000
@@ -36,6 +37,9 @@ TEXT_KEYS = frozenset(
     "feed_forward_proj dense_act_fn scoring_func topk_method mlp_layer_types norm_type attention_type".split()
 )
 LABELS = frozenset(("id2label", "label2id"))
+LABEL_CHARS = 200
+# The mark of a token in settings, with what it does to the text around it.
+ADDED_TOKEN = "__type"
 
 
 def filter_config(raw: object, where: str) -> tuple[dict[str, Any], list[str]]:
@@ -107,7 +111,9 @@ def _filter(
     for key, value in raw.items():
         name = f"{path}.{key}" if path else key
         if key in LABELS and isinstance(value, dict):
-            kept[key] = _labels(value, where)
+            kept[key], cut = _labels(key, value, where)
+            if cut:
+                dropped.append(f"{name} (the end of {cut} long label{'s' * (cut != 1)})")
         elif not KEY.fullmatch(key) or key in DENIED or key.startswith("_"):
             dropped.append(name[:120])
         elif isinstance(value, dict):
@@ -155,18 +161,33 @@ def no_token(key: str, value: Any) -> Any:
     return None if value == [] and key.endswith("_token_id") else value
 
 
-def _labels(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _labels(key: str, value: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
+    """The labels with text of at most LABEL_CHARS, and how many were cut."""
     if len(value) > MAX_LABELS:
         raise CorruptError(f"{where}: more than {MAX_LABELS} labels")
-    return {str(k)[:200]: v if isinstance(v, int) else str(v)[:200] for k, v in value.items()}
+    whole = {k: v if isinstance(v, int) else str(v) for k, v in value.items()}
+    kept = {k[:LABEL_CHARS]: v if isinstance(v, int) else v[:LABEL_CHARS] for k, v in whole.items()}
+    if len(kept) < len(whole):
+        raise UnsupportedError(
+            f"{where}: two names in {key} are alike in their first {LABEL_CHARS} letters; shorten them"
+        )
+    texts = [text for pair in whole.items() for text in pair if isinstance(text, str)]
+    return kept, sum(len(text) > LABEL_CHARS for text in texts)
 
 
-def strip_code(value: Any, depth: int = 0) -> Any:
-    """A tokenizer, generation or processor config without the keys that can lead to code; text is kept."""
+def strip_code(value: Any, depth: int = 0, arguments: bool = True) -> Any:
+    """A tokenizer, generation or processor config without the keys that can lead to code or to another file; text is kept.
+
+    arguments: whether the keys of a dictionary become arguments of a class, not words or tokens.
+    """
     if depth > MAX_DEPTH * 4:
         return None
     if isinstance(value, dict):
         return {
-            k: strip_code(v, depth + 1) for k, v in value.items() if k not in DENIED and not k.startswith("_")
+            k: strip_code(v, depth + 1, k.endswith(ARGUMENTS_OF)) if type(v) in (dict, list) else v
+            for k, v in value.items()
+            if k == ADDED_TOKEN
+            # Files that are null or empty lead nowhere.
+            or not (k in DENIED or k.startswith("_") or (v and leads_away(k, v, arguments)))
         }
-    return [strip_code(v, depth + 1) for v in value] if isinstance(value, list) else value
+    return [strip_code(v, depth + 1, False) for v in value] if isinstance(value, list) else value

@@ -7,6 +7,7 @@ Adding an architecture is one entry of ARCHITECTURES.
 
 import math
 import re
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +49,11 @@ class Metadata:
     def integer(self, key: str, default: int | None = None) -> int:
         """A count that must be there or have a default; one number repeated for every layer counts as one."""
         value = self.get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
+        if isinstance(value, list | array) and value and all(v == value[0] for v in value):
             value = value[0]
         if type(value) is not int or value < 0:
             raise UnsupportedError(
-                f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected one number for "
+                f"{self.path}: metadata {self.prefix}.{key} is {_shown(value)}, expected one number for "
                 f"all layers"
             )
         return value
@@ -62,7 +63,7 @@ class Metadata:
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UnsupportedError(
-                f"{self.path}: metadata {self.prefix}.{key} is {str(value)[:60]}, expected a number"
+                f"{self.path}: metadata {self.prefix}.{key} is {_shown(value)}, expected a number"
             )
         if not abs(value) < 3e38:  # nor float32: configs are made of those
             raise CorruptError(f"{self.path}: metadata {self.prefix}.{key} is {value}; download it again")
@@ -129,6 +130,11 @@ def build_config(meta: Metadata) -> tuple[Config, Architecture]:
         "pad_token_id": meta.token_id("padding"),
     }
     return config | architecture.extra(meta), architecture
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, which quotes no whole array."""
+    return str(list(value[:60]) if isinstance(value, list | array) else value)[:60]
 
 
 def _short_float(value: float) -> float:

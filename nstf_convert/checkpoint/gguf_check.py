@@ -9,6 +9,8 @@ import math
 import mmap
 import os
 import struct
+import sys
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata (arrays as lists) and tensors of a file that passed every check."""
+    """Metadata (arrays as lists, of numbers as `array`) and tensors of a file that passed every check."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -155,7 +157,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
     return value
 
 
-def _array(cursor: _Cursor, where: str) -> list[Any]:
+def _array(cursor: _Cursor, where: str) -> "list[Any] | array[Any]":
     kind = cursor.number("<I", where)
     count = cursor.number("<Q", where)
     if kind != STRING and kind not in SCALARS:
@@ -165,9 +167,12 @@ def _array(cursor: _Cursor, where: str) -> list[Any]:
         raise cursor.fail(f"{where} claims {count} elements")
     if kind == STRING:
         return [cursor.text(where) for _ in range(count)]
-    values = struct.unpack_from(f"<{count}{SCALARS[kind][1]}", cursor.data, cursor.at)
+    # Objects of Python would take 40 times the file.
+    values = array(SCALARS[kind][1], cursor.data[cursor.at : cursor.at + count * smallest])
+    if sys.byteorder == "big":
+        values.byteswap()
     cursor.at += count * smallest
-    return [bool(v) for v in values] if kind == BOOL else list(values)
+    return [bool(v) for v in values] if kind == BOOL else values
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:

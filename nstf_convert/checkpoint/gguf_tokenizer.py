@@ -6,10 +6,9 @@ from pathlib import Path
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.tokenizing import foreign_errors
-from nstf_convert.checkpoint.config import strip_code
 from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
-from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
+from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, without_code
 
 # Of a token: merges are made of all places where one can be divided, in time that grows with the square.
 MOST_LETTERS = 4096
@@ -50,7 +49,7 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         found = {p.name: p.read_bytes() for p in saved.iterdir() if p.name in (*SETTINGS, *CONTENT)}
     for name in SETTINGS:
         if name in found:
-            data = strip_code(json.loads(found[name]))
+            data = without_code(name, json.loads(found[name]))
             found[name] = json.dumps(data, ensure_ascii=False, indent=2, sort_keys=True).encode() + b"\n"
     if "tokenizer.json" in found:
         found["tokenizer.json"] = compact(found["tokenizer.json"])

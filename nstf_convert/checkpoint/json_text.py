@@ -1,9 +1,10 @@
-"""JSON of a checkpoint's side files: duplicate keys and runaway nesting refused."""
+"""JSON of a checkpoint's side files: duplicate keys, runaway nesting and more values than text refused."""
 
 import json
 from typing import Any
 
 from nstf.errors import CorruptError
+from nstf.runtime.artifact.header import HeaderError, check_values
 
 
 def load_json(data: bytes, what: str) -> Any:
@@ -21,8 +22,11 @@ def load_json(data: bytes, what: str) -> Any:
         return result
 
     try:
+        check_values(data, what)
         return json.loads(data, object_pairs_hook=unique)
     except CorruptError:
         raise
+    except HeaderError as error:
+        raise CorruptError(f"{error}; download it again") from error
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{what} is not valid JSON ({str(error)[:100]}); download it again") from error

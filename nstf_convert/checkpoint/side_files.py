@@ -10,11 +10,14 @@ from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import is_listed, member, read_small
 
 MAX_BYTES = 256 << 20
+# Of settings: 180 bytes for each of 150,000 added tokens.
+MAX_SETTINGS_BYTES = 32 << 20
+TOKENS = "added_tokens.json"
 SETTINGS = (
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "added_tokens.json",
+    TOKENS,
     "preprocessor_config.json",
     "processor_config.json",
 )
@@ -43,14 +46,20 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
         if not is_listed(folder, name):
             continue
         path = member(folder, name, str(folder))
-        data = read_small(path, MAX_BYTES)
+        data = read_small(path, MAX_SETTINGS_BYTES if name in SETTINGS else MAX_BYTES)
         if name in SETTINGS:
-            settings = strip_code(load_json(data, str(path)))
+            settings = without_code(name, load_json(data, str(path)))
             if name == "generation_config.json":
                 settings = _generation(settings, path)
             data = _encoded(settings, path)
         files[name] = data
     return files
+
+
+def without_code(name: str, settings: Any) -> Any:
+    """Settings of a file without the keys that can lead to code. A table of tokens has none: every key is a token."""
+    is_table = isinstance(settings, dict) and all(type(number) is int for number in settings.values())
+    return settings if name == TOKENS and is_table else strip_code(settings)
 
 
 def _encoded(settings: Any, path: Path) -> bytes:

@@ -20,7 +20,7 @@ from nstf_convert.checkpoint.source import Source, TensorInfo
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-# Bytes that expanded tensors of a file may take beyond the file's own.
+# Bytes that tensors of a file may take beyond what it stores.
 MOST_REPEATED = 64 << 20
 
 
@@ -108,17 +108,30 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_repeats(tensors: dict[str, Tensor], path: Path) -> None:
-    """Strides of 0 make any size of a few bytes: a mask or a scalar may, a file of nothing else may not."""
-    most = path.stat().st_size + MOST_REPEATED
-    total = 0
+    """Strides of 0, and views that overlap, make any size of a few bytes: a mask or a scalar may, a file of nothing else
+    may not."""
+    repeated = 0
+    views: set[tuple[Any, ...]] = set()
+    left: dict[int, int] = {}  # bytes of each storage that no view stands for yet
     for name, tensor in tensors.items():
-        size, stored = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
-        total += size if size > stored else 0
-        if total > most:
+        if (view := _view(tensor)) in views:
+            continue
+        views.add(view)
+        size, storage = tensor.numel() * tensor.itemsize, tensor.untyped_storage()
+        room = left.get(storage.data_ptr(), storage.nbytes())
+        repeated += max(0, size - room)
+        left[storage.data_ptr()] = max(0, room - size)
+        if repeated > MOST_REPEATED:
             raise UnsupportedError(
-                f"{path}: {name[:80]!r} repeats {stored} bytes to {size}, with others to {total}; save its tensors "
+                f"{path}: {name[:80]!r} and others repeat values, {repeated} bytes more than are stored; save its tensors "
                 "contiguous"
             )
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """What is alike of tensors that are the same view of the same storage."""
+    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return *place, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -163,13 +176,7 @@ def _aliases(tensors: dict[str, tuple[Tensor, Path]]) -> dict[str, str]:
     aliases = {}
     for name in sorted(tensors):
         tensor = tensors[name][0]
-        key = (
-            tensor.untyped_storage().data_ptr(),
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        key = _view(tensor)
         if tensor.numel() and key in first:
             aliases[name] = first[key]
         first.setdefault(key, name)

@@ -106,10 +106,13 @@ def read_model(path: Path, encoding: str | None, kv_bits: float, stack: ExitStac
         return costs.of_artifact(stack.enter_context(open_artifact(path)), kv_bits)
     if encoding is None:
         raise UsageError(f"{path}: a config.json does not say how matrices are stored: add --encoding int4")
+    from nstf.runtime.artifact.header import check_values
     from nstf_convert.checkpoint.paths import read_given
 
     try:
-        config = json_text.loads(read_given(path, LONGEST_CONFIG, "the config").decode("utf-8"))
+        raw = read_given(path, LONGEST_CONFIG, "the config")
+        check_values(raw, "it")
+        config = json_text.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({str(error)[:80]})") from error
     if not isinstance(config, dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
+from nstf.runtime.artifact.header import check_values
 from nstf_convert.checkpoint.paths import read_given
 
 KEYS = ("context", "choices", "answer", "id", "task")
@@ -66,6 +67,7 @@ EXAMPLE = '{"context": "The sky is", "choices": [" blue", " loud"], "answer": 0}
 def parse(line: str, number: int) -> Question:
     """The question of one line. Raises ValueError that says what is wrong with it."""
     try:
+        check_values(line, "it")
         data = json.loads(line, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos}): write {EXAMPLE}") from error

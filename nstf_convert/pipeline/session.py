@@ -359,13 +359,11 @@ class Session:
         return None
 
     def _check_held(self, model: StreamedModel) -> None:
-        """Says which buffers are missing. Raises UnsupportedError where the checkpoint lacks a matrix of its model."""
+        """Says which buffers are missing. Raises UnsupportedError where the checkpoint lacks a parameter of its model."""
         if model.missing_said:
             log.warning("%s %s", self.options.model, model.missing_said)
-        names = set(self.checkpoint.names())
-        for _, _, weight in model.linear_modules():
-            if weight not in names:
-                self.checkpoint.info(weight)
+        for name in model.stored_parameters():
+            self.checkpoint.info(name)
 
     def _work_dir(self) -> WorkDir:
         """The work directory of this job; a helper shares that of the process that started it."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
+from nstf.runtime.artifact.header import check_values
 from nstf_convert.checkpoint.paths import exists, read_given
 
 VERSION = 1
@@ -163,6 +164,7 @@ def read_machine(name: str) -> Machine:
         path = EXAMPLES / f"{name}.json"
     raw = read_given(path, MOST_BYTES, "the machine file")
     try:
+        check_values(raw, "it")
         found = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON that can be read ({str(error)[:80]})") from error

@@ -31,6 +31,8 @@ MAX_NESTING = 64
 MAX_DIMS = 64
 MAX_NUMEL = (1 << 63) - 1
 MAX_NAME_CHARS = 1024
+# Of a JSON text: an object takes up to 250 bytes of memory, a name with its value as much, and three of a file.
+ALWAYS_VALUES, BYTES_A_VALUE = 1 << 19, 16
 ALIGNMENT = 64
 METADATA_KEY = "__metadata__"
 
@@ -139,6 +141,23 @@ def check_nesting(raw: bytes, what: str) -> None:
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     if brackets:
         raise HeaderError(f"{what} has unbalanced brackets or is nested deeper than {MAX_NESTING} levels")
+
+
+def check_values(text: str | bytes, what: str) -> None:
+    """Raises HeaderError for a JSON text of so many values that they take far more memory than it does."""
+    most = ALWAYS_VALUES + len(text) // BYTES_A_VALUE
+    if len(text) <= most or _marks(text) <= most:
+        return
+    # Marks in strings are none, which is looked at in texts alone: bytes may be UTF-16, whose strings end elsewhere.
+    if isinstance(text, bytes) or _marks(re.sub(_STRING.pattern.decode(), "", text, flags=re.DOTALL)) > most:
+        raise HeaderError(f"{what} holds more than {most} values, too many for its length")
+
+
+def _marks(text: str | bytes) -> int:
+    """How many values a JSON text has at most: each but the first follows one of these."""
+    if isinstance(text, str):
+        return sum(text.count(mark) for mark in ",[{")
+    return sum(text.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -87,10 +87,27 @@ def test_a_config_of_other_tensors_leaves_them_without_calibration(
     assert code == 0 and "its config.json does not describe its tensors" in said
 
 
-def test_a_matrix_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder(tmp_path / "m", lambda found: {n: t for n, t in found.items() if "q_proj" not in n})
-    code, said = converted(path, capsys)
-    assert code == 6 and "has no parameter 'model.layers.0.self_attn.q_proj.weight'" in said
+@pytest.mark.parametrize("command", ["convert", "plan", "calibrate"])
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "norm", "embed_tokens"])
+def test_a_parameter_that_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+) -> None:
+    """But for matrices it was an error of safetensors, and exit code 1."""
+    path = folder(
+        tmp_path / "m", lambda found: {n: t for n, t in found.items() if n != f"model.{name}.weight"}
+    )
+    words = [command, str(path), *(() if command == "calibrate" else ("--budget", "0.9", "--effort", "fast"))]
+    code = run(
+        [
+            *words,
+            *(() if command == "plan" else ("-o", str(tmp_path / "o"))),
+            "--work-dir",
+            str(tmp_path / "w"),
+        ]
+    )
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert code == 6 and "has no parameter '" in told and f"{name}.weight'" in told
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_name_of_half_characters_is_refused(tmp_path: Path) -> None:
@@ -142,6 +159,46 @@ def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 6 and "config.json is not a regular file" in done.stderr
+
+
+EMPTY_OBJECTS = '"x": [' + "{}," * 400_000 + "{}]}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer_config.json", "added_tokens.json", "generation_config.json",
+     "model.safetensors.index.json"],
+)  # fmt: skip
+def test_side_files_of_more_values_than_text_are_refused(tmp_path: Path, name: str) -> None:
+    """Empty objects take 55 times their text: 100 MiB of tokenizer_config.json took 5 GiB."""
+    path = folder(tmp_path / "m")
+    (path / name).write_text('{"a": 1, ' + EMPTY_OBJECTS)
+    with (
+        pytest.raises(CorruptError, match=rf"{name} holds more than \d+ values, too many for its length"),
+        open_checkpoint(str(path)) as opened,
+    ):
+        opened.files()
+
+
+@pytest.mark.parametrize("reader", ["tasks", "machine"])
+def test_files_of_more_values_than_text_are_refused(tmp_path: Path, reader: str) -> None:
+    (tmp_path / "x.json").write_text("{" + EMPTY_OBJECTS)
+    with pytest.raises(UsageError, match=r"x\.json.*it holds more than \d+ values"):
+        _file_readers()[reader](tmp_path / "x.json")
+
+
+def test_settings_of_many_tokens_are_read_and_larger_ones_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m")
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
+    tokens = {str(i): {"content": f"<{i}>", **flags} for i in range(120_000)}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": tokens}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, separators=(",", ":")))
+    (path / "added_tokens.json").write_text(json.dumps({f"<{i}>": i for i in range(250_000)}))
+    with open_checkpoint(str(path)) as opened:
+        assert json.loads(opened.files()["tokenizer_config.json"]) == settings
+    os.truncate(path / "tokenizer_config.json", (32 << 20) + 1)
+    with open_checkpoint(str(path)) as opened, pytest.raises(CorruptError, match="more than the 33554432"):
+        opened.files()
 
 
 def _file_readers() -> dict[str, Callable[[Path], Any]]:

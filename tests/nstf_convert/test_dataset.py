@@ -57,6 +57,23 @@ def test_jsonl_takes_text_content_or_messages(tmp_path: Path) -> None:
     assert list(load_text(path)) == ["a", "b", "c\n\nd", "e", "f"]
 
 
+def test_a_line_of_more_values_than_text_is_refused(tmp_path: Path) -> None:
+    """30 MiB of empty objects took 1,001."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "hello", "x": [' + "{}," * 400_000 + "{}]}")
+    with pytest.raises(
+        UsageError, match=r"x\.jsonl, line 2: holds more than \d+ values, too many for its length"
+    ):
+        list(load_text(path))
+
+
+def test_a_line_of_text_may_look_like_values(tmp_path: Path) -> None:
+    texts = [',[{"\\\\' * 300_000, "1,2," * 300_000]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": [{"content": text} for text in texts]}))
+    assert list(load_text(path)) == ["\n\n".join(texts)]
+
+
 def test_jsonl_takes_the_named_field(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"text": "a", "body": "b"}))

@@ -61,6 +61,47 @@ def test_a_row_that_repeats_a_text_is_refused(tmp_path: Path) -> None:
         list(load_text(path))
 
 
+TURNS = pyarrow.StructArray.from_arrays([pyarrow.array(["x" * MIB] * 100)], ["content"])
+NESTED = {
+    "fixed": pyarrow.FixedSizeListArray.from_arrays(TURNS, 100),
+    "large": pyarrow.LargeListArray.from_arrays([0, 100], TURNS),
+    "views": pyarrow.ListViewArray.from_arrays([0], [100], TURNS),
+    "large views": pyarrow.LargeListViewArray.from_arrays([0], [100], TURNS),
+    "map": pyarrow.MapArray.from_arrays(
+        [0, 100], pyarrow.array([str(i) for i in range(100)]), TURNS.field(0)
+    ),
+    "list of maps": pyarrow.array(
+        [[{"content": "", "more": [("a", "x" * MIB)] * 100}]],
+        pyarrow.list_(
+            pyarrow.struct(
+                [("content", pyarrow.string()), ("more", pyarrow.map_(pyarrow.string(), pyarrow.string()))]
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_lists_of_every_kind_count_the_texts_that_they_repeat(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all but plain lists a text that was repeated counted once: 725 bytes took 12 GiB."""
+    rows = pyarrow.chunked_array([NESTED[kind]] * 3)
+    path = tmp_path / "x.parquet"
+    settings = {"compression": "zstd", "row_group_size": 3, "dictionary_pagesize_limit": 64 * MIB}
+    parquet.write_table(pyarrow.table({"messages": rows}), path, **settings)
+    assert path.stat().st_size < 16384
+    monkeypatch.setattr(parquet_values, "ROW_BYTES", 99 * MIB)
+    with pytest.raises(UsageError, match=r"one row may unpack to 10\d{7} bytes; divide it"):
+        list(load_text(path))
+
+
+def test_nested_values_of_an_unknown_kind_are_refused() -> None:
+    runs = pyarrow.RunEndEncodedArray.from_arrays([1 << 20], ["x"])
+    with pytest.raises(ValueError, match="values of the type run_end_encoded"):
+        parquet_values._unpacked(runs)
+
+
 @pytest.mark.parametrize("row_bytes", [1, parquet_values.BATCH_BYTES])
 @pytest.mark.parametrize("settings", [{}, {"use_dictionary": False}, {"row_group_size": 7}])
 def test_values_are_the_same_at_once_and_one_by_one(
@@ -72,7 +113,12 @@ def test_values_are_the_same_at_once_and_one_by_one(
     assert list(load_text(path)) == [t for t in texts if t is not None]
     chats = [[{"role": "user", "content": t or ""}] * (1 + i % 3) for i, t in enumerate(texts)]
     path = written(tmp_path / "y.parquet", "messages", chats, **settings)
-    assert list(load_text(path)) == ["\n\n".join(turn["content"] for turn in chat) for chat in chats]
+    joined = ["\n\n".join(turn["content"] for turn in chat) for chat in chats]
+    assert list(load_text(path)) == joined
+    turns = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+    for kind in (pyarrow.large_list(turns), pyarrow.list_view(turns)):
+        parquet.write_table(pyarrow.table({"messages": pyarrow.array(chats, kind)}), path, **settings)
+        assert list(load_text(path)) == joined
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])

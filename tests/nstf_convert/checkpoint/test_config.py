@@ -173,6 +173,21 @@ def test_a_config_that_is_not_json_is_corrupt(llama_folder: Path, text: str) -> 
         open_checkpoint(llama_folder)
 
 
+def test_labels_that_are_cut_are_reported() -> None:
+    raw = {"model_type": "llama", "id2label": {"0": "x" * 300, "1": "y"}, "label2id": {"x" * 300: 0, "y": 1}}
+    config, dropped = filter_config(raw, "c")
+    assert config["id2label"] == {"0": "x" * 200, "1": "y"} and config["label2id"] == {"x" * 200: 0, "y": 1}
+    assert dropped == ["id2label (the end of 1 long label)", "label2id (the end of 1 long label)"]
+    raw["label2id"] = {"z": 0, "y": 1}
+    assert filter_config(raw, "c")[1] == ["id2label (the end of 1 long label)"]
+
+
+def test_labels_that_would_become_one_are_refused() -> None:
+    raw = {"model_type": "llama", "label2id": {"x" * 300: 0, "x" * 301: 1}}
+    with pytest.raises(UnsupportedError, match="two names in label2id are alike in their first 200 letters"):
+        filter_config(raw, "c")
+
+
 def test_settings_keep_text_and_lose_code() -> None:
     raw = {
         "chat_template": "{{ a/b }}",
@@ -180,6 +195,19 @@ def test_settings_keep_text_and_lose_code() -> None:
         "trust_remote_code": True,
     }
     assert strip_code(raw) == {"chat_template": "{{ a/b }}", "x": [{"z": "any text / at all"}]}
+
+
+def test_settings_keep_added_tokens_and_lose_what_leads_to_files() -> None:
+    token = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
+    words = {"x_path": 1, "vocab": "a", "y_dir": "b"}
+    kept = {"bos_token": token, "extra": [token], "words": words, "vocab_file": None, "init_inputs": []}
+    lost = {"merges_file": "x", "spiece_path": "x", "init_inputs": ["x"], "vocab": "x", "__init__": 1}
+    assert strip_code({**kept, **lost}) == {k: v for k, v in kept.items() if k != "init_inputs"}
+    assert strip_code(kept) == kept
+    assert strip_code({"mecab_kwargs": words, "x": [{"vocab_file": "x", "auto_map": 1, "a": words}]}) == {
+        "mecab_kwargs": {},
+        "x": [{"a": words}],
+    }
 
 
 def test_an_empty_list_of_end_tokens_is_read_as_none(llama_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.integrations.ggml import _gguf_parse_value
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf_convert.checkpoint import open_checkpoint
-from nstf_convert.checkpoint.gguf_arch import llama3_rope
+from nstf_convert.checkpoint.gguf_arch import Metadata, llama3_rope
 from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
 from tests.nstf_convert.checkpoint.conftest import tiny
@@ -203,6 +204,31 @@ def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path
             values = [[_gguf_parse_value(f.parts[i], f.types) for i in f.data] for f in (field, found)]
             assert values[0] == values[1], name
             assert field.parts[0] == found.parts[0]
+
+
+def test_long_arrays_of_numbers_are_no_transformers_business(tmp_path: Path) -> None:
+    """It makes lists of all that it is shown; of numbers it needs one for each token."""
+    keys = {
+        "tokenizer.ggml.tokens": ["a"] * 5000,
+        "tokenizer.ggml.scores": [1.0] * 5000,
+        "a.numbers": [1] * 5001,
+    }
+    path = write(tmp_path / "m.gguf", "llama", {"output.weight": np.ones((4, 32), np.float32)}, keys)
+    with header_for_transformers(read_header(path)):
+        fields = gguf.GGUFReader(path).fields
+    assert "llama.a.numbers" not in fields and len(fields["tokenizer.ggml.scores"].data) == 5000
+
+
+def test_one_number_for_every_layer_counts_as_one() -> None:
+    for values, found in ((array("I", [4] * 99), 4), ([4, 4], 4), (array("I", [4, 5] * 99), None)):
+        meta = Metadata({"general.architecture": "llama", "llama.x": values}, {}, "m.gguf")
+        if found:
+            assert meta.integer("x") == found
+        else:
+            with pytest.raises(
+                UnsupportedError, match=r"llama\.x is \S*\[4, 5, 4, .*expected one number for all layers"
+            ):
+                meta.integer("x")
 
 
 def test_a_header_for_one_thread_is_no_other_threads(tmp_path: Path) -> None:

@@ -205,6 +205,23 @@ def test_what_float32_does_not_hold_is_refused(tmp_path: Path, value: torch.Tens
             checkpoint.get("a")
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_values_that_float32_rounds_to_nothing_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A matrix of 1e-50 became zeros, and the reference with it."""
+    small = torch.tensor([0.0, -1e-50, 1e-60, 1e-310], dtype=torch.float64).reshape(shape)
+    kept = {"zeros": 0 * small, "some": small + torch.tensor([1.2e-38, 0, 0, 0]).double().reshape(shape)}
+    # Those of float32 stay as they are.
+    kept["float32"] = torch.full(shape, 1e-40)
+    save_file({"a": small, **kept}, tmp_path / "x.safetensors")
+    with open_checkpoint(tmp_path / "x.safetensors") as checkpoint:
+        for name, value in kept.items():
+            assert torch.equal(checkpoint.get(name), value)
+        with pytest.raises(
+            UnsupportedError, match=r"'a' has no value beyond 1e-50, which float32 rounds to 0"
+        ):
+            checkpoint.get("a")
+
+
 def test_a_tensor_the_index_promises_must_be_there(make_folder: Make) -> None:
     folder = make_folder("LlamaForCausalLM", shard="20KB")
     path = folder / "model.safetensors.index.json"
@@ -333,6 +350,26 @@ def test_side_files_lose_the_keys_that_lead_to_code(llama_folder: Path) -> None:
     ]
     assert json.loads(files["tokenizer_config.json"]) == {"tokenizer_class": "X", "chat_template": "{{ x }}"}
     assert files["tokenizer.json"] == b"{}"
+
+
+def test_tokens_are_no_settings(llama_folder: Path) -> None:
+    """Tokens that begin like private keys, or are called like a setting, went, and those after them had other numbers."""
+    tokens = {"__en__": 990, "revision": 991, "auto_map": 992, "<ok>": 993}
+    (llama_folder / "added_tokens.json").write_text(json.dumps(tokens))
+    bos = {"__type": "AddedToken", "content": "<s>"}
+    (llama_folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+    with open_checkpoint(llama_folder) as checkpoint:
+        files = checkpoint.files()
+    assert json.loads(files["added_tokens.json"]) == tokens
+    assert json.loads(files["tokenizer_config.json"]) == {"bos_token": bos}
+
+
+def test_a_table_of_tokens_that_is_none_loses_code(llama_folder: Path) -> None:
+    (llama_folder / "added_tokens.json").write_text(
+        '{"a": 1, "auto_map": {"b": "c"}, "x": [{"auto_map": 2}]}'
+    )
+    with open_checkpoint(llama_folder) as checkpoint:
+        assert json.loads(checkpoint.files()["added_tokens.json"]) == {"a": 1, "x": [{}]}
 
 
 def test_a_tokenizer_link_that_leaves_the_folder_is_refused(llama_folder: Path) -> None:

@@ -139,7 +139,9 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 def test_tensors_that_are_no_values_in_memory_are_unsupported(tmp_path: Path, name: str) -> None:
     # Reading a quantised one ended the process (SIGSEGV); one of strides 0 became any size.
     torch.save({"w": odd_tensors()[name]}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnsupportedError, match=r"'w' (is not a dense tensor|repeats)|besides dense tensors"):
+    with pytest.raises(
+        UnsupportedError, match=r"'w' (is not a dense tensor|and others repeat)|besides dense tensors"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -159,12 +161,30 @@ def test_small_expanded_buffers_are_read(tmp_path: Path) -> None:
 def test_expanded_buffers_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nstf_convert.checkpoint import torch_bin
 
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({str(i): torch.tensor(1.0).expand(10_000) for i in range(8)}, path)
-    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 320_000 - path.stat().st_size)
+    torch.save({str(i): torch.tensor(1.0).expand(10_000) for i in range(8)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 8 * 39_996)
     open_checkpoint(tmp_path).close()
-    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 319_999 - path.stat().st_size)
-    with pytest.raises(UnsupportedError, match=r"repeats 4 bytes to 40000, with others to 320000"):
+    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 8 * 39_996 - 1)
+    with pytest.raises(
+        UnsupportedError, match=r"'7' and others repeat values, 319968 bytes more than are stored"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_views_that_overlap_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each was smaller than its storage: 8 MiB became 4,000."""
+    from nstf_convert.checkpoint import torch_bin
+
+    stored = torch.arange(1000.0)
+    views = {str(i): stored[i : i + 500] for i in range(4)}
+    torch.save(
+        {**views, "tied": stored[:500], "apart": torch.ones(9000)[:10]}, tmp_path / "pytorch_model.bin"
+    )
+    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 4000)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.get("3"), stored[3:503])
+    monkeypatch.setattr(torch_bin, "MOST_REPEATED", 3999)
+    with pytest.raises(UnsupportedError, match=r"'3' and others repeat values, 4000 bytes more"):
         open_checkpoint(tmp_path)
 
 
