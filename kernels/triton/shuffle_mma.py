@@ -276,8 +276,8 @@ def suits(batch: int, dtype: torch.dtype, arch: str) -> bool:
 
 
 def tile_for(quarter_bits: int, rows: int, cols: int, batch: int, arch: str) -> Tile:
-    """The tile of sweeps over four shapes on an H200 (docs/gpu_speed.md): one row within 10 % of the best of each, but for two
-    small matrices at 3.5 and 4 bits (21 and 15 %)."""
+    """The tile of sweeps over four shapes on an H200 (docs/gpu_speed.md): one row within 10 % of the best of each, but for
+    two small matrices at 3.5 and 4 bits (21 and 15 %)."""
     if batch <= LARGEST_BYTES:
         tile = Tile()
         per, programs = _along(tile, 4, 1, rows, cols, arch)
