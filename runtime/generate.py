@@ -13,6 +13,7 @@ from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
 from nstf.runtime.tokenizing import Decoder, apply_template, encode
+from nstf.runtime.torch_state import usual_thread
 
 _log = logging.getLogger("nstf")
 
@@ -55,7 +56,8 @@ def stream(
     )  # checks them
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
-    inputs = _inputs(tokenizer, prompt, chat).to(model.device)
+    with usual_thread():  # a tokenizer makes its ids on the process's default device
+        inputs = _inputs(tokenizer, prompt, chat).to(model.device)
     _warn_beyond_positions(model, inputs.shape[-1], max_new_tokens)
     streamer = _streamer(tokenizer, stops)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
