@@ -34,6 +34,8 @@ MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
 LEAST_SIZE, LEAST_COUNT = 65_536, 1_024
 # Elements of a buffer that a model computes for itself: a mask over its positions, a table of angles.
 LEAST_BUFFER = 1 << 24
+# Of one that it makes number by number in Python, a microsecond and 40 bytes each, or from such matrices of numpy's.
+LEAST_TABLE = 1 << 20
 
 # Words of a key that says how often something is made, and how large something is.
 _COUNTS = frozenset(
@@ -90,6 +92,11 @@ class Limits:
     def buffer_elements(self) -> int:
         """Elements of any tensor that a constructor may fill."""
         return max(LEAST_BUFFER, self.elements)
+
+    @property
+    def table_elements(self) -> int:
+        """Elements of tables that a constructor makes by numpy."""
+        return max(LEAST_TABLE, self.elements)
 
 
 def limits_of(manifest: Manifest) -> Limits:

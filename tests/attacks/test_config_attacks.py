@@ -286,6 +286,26 @@ UNNAMED: dict[str, dict[str, Any]] = {
         "architectures": ["Sam2VideoModel"], "model_type": "sam2_video",
         "memory_attention_rope_feat_sizes": [65536, 65536],
     },
+    "sinusoids by lists of Python": {
+        "architectures": ["VideoMAEModel"], "model_type": "videomae", "image_size": 4096, "patch_size": 1, "hidden_size": 32,
+        "num_attention_heads": 2, "num_hidden_layers": 1, "num_frames": 16, "tubelet_size": 2,
+    },
+    "sinusoids of a part": {
+        "architectures": ["VisionEncoderDecoderModel"], "model_type": "vision-encoder-decoder",
+        "encoder": {
+            "model_type": "videomae", "image_size": 4096, "patch_size": 1, "hidden_size": 32, "num_attention_heads": 2,
+            "num_hidden_layers": 1, "num_frames": 16, "tubelet_size": 2,
+        },
+        "decoder": {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+    },
+    "sinusoids of XLM": {
+        "architectures": ["XLMModel"], "model_type": "xlm", "emb_dim": 32, "n_heads": 2, "n_layers": 1,
+        "max_position_embeddings": 2**16, "sinusoidal_embeddings": True,
+    },
+    "a Fourier transform's matrix": {
+        "architectures": ["FNetModel"], "model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1,
+        "use_tpu_fourier_optimizations": True, "tpu_short_seq_length": 65536,
+    },
     "positions": {
         "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,
     },
