@@ -52,6 +52,8 @@ _FREE = frozenset(
     "period rate frequency chunk params parameters".split()
 )
 _LABELS = ("id2label", "label2id")
+# How keys of tokens end.
+_TOKENS = ("_token_id", "_token_ids", "_tokens_id", "_tokens_ids")
 # The least that may stand where transformers (5.17) makes a range of it in the middle of a text; -1 is a window that is off.
 _LEAST = {"num_hidden_layers": 0, "attention_chunk_size": 0, "sliding_window": -1}
 # What transformers looks for in the config of any model, whether its class declares (and so checks) it or not.
@@ -176,9 +178,20 @@ def _most(path: str, limits: Limits) -> float:
     return MAX_INTEGER if words & (_COUNTS | _SIZES) else MAX_NUMBER
 
 
+def is_token(value: Any) -> bool:
+    """Whether it can be a token's number; -1 is none."""
+    return type(value) is int and -1 <= value <= MAX_INTEGER
+
+
 def _check_type(value: Any, where: object, key: str) -> None:
     if value == [] and key.endswith("_token_id"):
         raise CorruptError(f"{where}: its config.json has no token under {key}; fetch or convert it again")
+    if key.endswith(_TOKENS) and value is not None:
+        if not all(is_token(token) for token in (value if isinstance(value, list | tuple) else [value])):
+            raise CorruptError(
+                f"{where}: its config.json says {key} is {short(value)}, expected a token, or a list of tokens; "
+                "the file is damaged, fetch or convert it again"
+            )
     if key in _LEAST and type(value) is int and value < _LEAST[key]:
         raise CorruptError(f"{where}: its config.json says {key} is {value}; fetch or convert it again")
     if value is None or key not in _TYPES:

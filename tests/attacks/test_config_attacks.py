@@ -160,6 +160,23 @@ def test_a_config_of_wrong_types_is_refused_at_load(made: Callable[..., Path], k
         load(made({**LLAMA, key: value}))
 
 
+@pytest.mark.parametrize("value", [10**30, 2**32 + 1, -5, 2.5, "2", [2, 10**30], [[2]]], ids=str)
+@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id", "decoder_start_token_id", "image_token_ids"])
+def test_what_is_no_token_is_refused_from_every_way_in(
+    made: Callable[..., Path], key: str, value: Any
+) -> None:
+    """transformers met it in the middle of a text, or each JSON schema was refused for it."""
+    assert f"config.json says {key} is" in refused(made({**LLAMA, key: value}))
+
+
+def test_tokens_that_are_none_are_no_reason_to_refuse(made: Callable[..., Path]) -> None:
+    load(
+        made(
+            {**LLAMA, "pad_token_id": -1, "eos_token_id": [1, 2], "bos_token_id": None, "image_token_ids": []}
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("num_hidden_layers", -1), ("eos_token_id", []), ("attention_chunk_size", -1), ("sliding_window", -2)],
