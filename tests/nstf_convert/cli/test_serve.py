@@ -412,9 +412,10 @@ def test_a_text_that_is_too_long_is_not_said_to_be_no_text(
 def test_a_line_that_is_no_text_does_not_end_a_chat(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from nstf_convert.cli.chat import Conversation
 
-    typed = iter(["a\udcff", "/exit", "never reached"])
+    typed = iter(["a\udcff", "/system b\udcff", "/exit", "never reached"])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     Conversation(None, None, (), None, None).run()  # type: ignore[arg-type]
     assert (
-        capsys.readouterr().err == "error: this line is not UTF-8 text\n" and next(typed) == "never reached"
+        capsys.readouterr().err == 2 * "error: this line is not UTF-8 text\n"
+        and next(typed) == "never reached"
     )
