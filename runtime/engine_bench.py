@@ -79,7 +79,8 @@ def measure(
         loaded = time.perf_counter() - start
         if prompt + new > engine.context:
             raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {engine.context}")
-        ids = torch.randint(0, engine.vocab, (prompt,), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        ids = torch.randint(0, engine.vocab, (prompt,), generator=generator, dtype=torch.int64, device="cpu")
         engine.forward(ids[:1])
         prefill, decode = [], []
         for _ in range(repetitions):

@@ -40,7 +40,7 @@ def foreign_errors(what: str) -> Iterator[None]:
 
 
 def check_length(text: str, context: int, vocab: Callable[[], Iterable[str]]) -> None:
-    """Raises UsageError for a text that must have more tokens than a context: transformers would run it all the same, in time
+    """Raises UsageError for a text that must have more tokens than a context: transformers would run it nonetheless, in time
     and memory by the square of its length. vocab: gives the tokenizer's words, and is asked for a long text alone."""
     if len(text) <= context:
         return
