@@ -415,7 +415,7 @@ def _integers(ids: Sequence[int] | Tensor) -> array[int]:
     flat = (
         ids
         if isinstance(ids, list | tuple | array)
-        else torch.as_tensor(ids, dtype=torch.int64).reshape(-1).tolist()
+        else torch.as_tensor(ids, dtype=torch.int64, device="cpu").reshape(-1).tolist()
     )
     return array("q", flat)
 

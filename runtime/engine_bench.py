@@ -79,7 +79,8 @@ def measure(
         loaded = time.perf_counter() - start
         if prompt + new > engine.context:
             raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {engine.context}")
-        ids = torch.randint(0, engine.vocab, (prompt,), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        ids = torch.randint(0, engine.vocab, (prompt,), generator=generator, dtype=torch.int64, device="cpu")
         engine.forward(ids[:1])
         prefill, decode = [], []
         for _ in range(repetitions):
@@ -123,8 +124,9 @@ def _seconds(artifact: Artifact, name: str, kernel: str, exact: bool, threads: i
     # As the engine has it: repacked, or copied into large pages, or as it is stored.
     copied = "panels int8" in kernel or may_repack(artifact, exact)
     matrix = compile_matrix(artifact.views(name), exact, panels=int(copied))
-    x = torch.randn(1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
-    y, best = torch.empty(1, matrix.shape[0]), math.inf
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(1, matrix.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    y, best = torch.empty(1, matrix.shape[0], dtype=torch.float32, device="cpu"), math.inf
     end = time.perf_counter() + 0.05
     while best == math.inf or time.perf_counter() < end:
         start = time.perf_counter()

@@ -129,7 +129,7 @@ def _run(engine: Any, request: dict[str, Any]) -> Tensor:
     for token in engine.generate(ids[0], request["new_tokens"], request["stop"], choose):
         new.append(token)
         if streamer is not None:
-            streamer.put(torch.tensor([token]))
+            streamer.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
     if streamer is not None:
         streamer.end()
-    return torch.cat([ids, torch.tensor([new], dtype=ids.dtype)], dim=1)
+    return torch.cat([ids, torch.tensor([new], dtype=ids.dtype, device=ids.device)], dim=1)

@@ -19,7 +19,7 @@ from nstf.runtime.engine import Engine, may_repack
 from nstf.runtime.stops import until_stop
 from nstf.runtime.token_sampler import Settings, TokenSampler
 from nstf.runtime.tokenizer_growth import check_growth
-from nstf.runtime.tokenizing import foreign_errors
+from nstf.runtime.tokenizing import check_length, foreign_errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def stream(
     transformers and the others do nothing.
     stops: strings that the text ends before. attention: `full`, or `planned` as the file's attention plan says.
 
-    Raises UsageError for a prompt without tokens and values out of range, CorruptError, and UnsupportedError
+    Raises UsageError for a prompt without tokens or far too long and values out of range, CorruptError, and UnsupportedError
     before the first piece for a file that needs transformers: `nstf.runtime.load` runs it.
     """
     with (
@@ -74,7 +74,7 @@ def stream(
         # The tokenizers library keeps Python for itself while it reads a vocabulary; panels are made meanwhile.
         engine = Engine(artifact, exact, threads, kv_cache, attention, copy_later=True)
         try:
-            tokenizer, ids = _encoded(artifact, prompt)
+            tokenizer, ids = _encoded(artifact, prompt, engine.context)
         finally:
             engine.finish()
         if check is not None:
@@ -120,7 +120,7 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _encoded(artifact: Artifact, prompt: str) -> tuple[Any, list[int]]:
+def _encoded(artifact: Artifact, prompt: str, context: int) -> tuple[Any, list[int]]:
     """(what decodes tokens as transformers' tokenizer of this file would, the tokens of the prompt)."""
     settings, content = _checked(artifact), artifact.file("tokenizer.json")
     quick = byte_level.read(content) if byte_level.suits(prompt) else None
@@ -129,6 +129,7 @@ def _encoded(artifact: Artifact, prompt: str) -> tuple[Any, list[int]]:
         _check_tokens(artifact, settings, quick.added)
         return quick, ids
     tokenizer = _library(artifact, settings, content)
+    check_length(prompt, context, tokenizer.get_vocab)
     with foreign_errors(f"{artifact.where}: its tokenizer cannot encode this text"):
         return tokenizer, list(tokenizer.encode(prompt).ids)
 

@@ -213,7 +213,8 @@ class Run:
         layout = torch.channels_last if last else torch.contiguous_format
         x = x.contiguous(memory_format=layout)
         flat = flattened(self.steps[-1]) or matrix(self.steps[-1]) is not None
-        y = torch.empty(count, size[0]) if flat else torch.empty(count, *size, memory_format=layout)
+        sizes, order = ((size[0],), torch.contiguous_format) if flat else (size, layout)
+        y = torch.empty(count, *sizes, dtype=torch.float32, device="cpu", memory_format=order)
         made.steps.run_at(
             x.data_ptr(),
             count,

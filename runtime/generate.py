@@ -12,7 +12,8 @@ from torch import Tensor
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
-from nstf.runtime.tokenizing import Decoder, apply_template, encode
+from nstf.runtime.tokenizing import Decoder, apply_template, check_length, encode
+from nstf.runtime.torch_state import usual_thread
 
 _log = logging.getLogger("nstf")
 
@@ -39,7 +40,7 @@ def stream(
     before. A caller who takes no more pieces and closes the iterator ends the generation, except of a model divided over
     processes: its ranks must take the same number of steps, so they go on to the end and the rest is dropped.
 
-    Raises UsageError for an empty prompt or values out of range, UnsupportedError for a model that
+    Raises UsageError for a prompt that is empty or far too long, or values out of range, UnsupportedError for a model that
     generates no text. An error inside the model is raised here, after the pieces that came before it.
     """
     if max_new_tokens < 1 or temperature < 0:
@@ -55,7 +56,8 @@ def stream(
     )  # checks them
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
-    inputs = _inputs(tokenizer, prompt, chat).to(model.device)
+    with usual_thread():  # a tokenizer makes its ids on the process's default device
+        inputs = _inputs(tokenizer, prompt, chat, _positions(model)).to(model.device)
     _warn_beyond_positions(model, inputs.shape[-1], max_new_tokens)
     streamer = _streamer(tokenizer, stops)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -103,15 +105,21 @@ def stream(
         raise error
 
 
+def _positions(model: Any) -> int | None:
+    """Positions of a model's text, where it states them."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return None  # prompt and answer have positions of their own
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    found = getattr(text, "max_position_embeddings", None)
+    # XLNet states -1: it has no limit.
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def _warn_beyond_positions(model: Any, prompt_tokens: int, new_tokens: int) -> None:
     """One line where a text would be longer than the model's positions: what follows them is seldom text."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    positions = getattr(text, "max_position_embeddings", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return  # prompt and answer have positions of their own
-    # XLNet states -1: it has no limit.
-    if isinstance(positions, int) and positions > 0 and prompt_tokens + new_tokens > positions:
+    positions = _positions(model)
+    if positions is not None and prompt_tokens + new_tokens > positions:
         _log.warning(
             "%d tokens of prompt and %d new ones are more than the model's %d positions: beyond them it may be no text",
             prompt_tokens, new_tokens, positions,
@@ -156,8 +164,11 @@ def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
     return Streamer(Decoder(tokenizer), skip_prompt=True, skip_special_tokens=True)
 
 
-def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
+def _inputs(tokenizer: Any, prompt: str, chat: bool, positions: int | None) -> Tensor:
     """Token ids [1, tokens]."""
+    library = getattr(tokenizer, "backend_tokenizer", None)
+    if positions is not None and library is not None:
+        check_length(prompt, positions, library.get_vocab)
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError("this tokenizer has no chat template: give it a plain text")

@@ -43,7 +43,8 @@ class Mailbox:
     def __init__(self, rank: int, size: int, tag: int) -> None:
         self.rank, self.size, self.tag = rank, size, tag
         self._others = [other for other in range(size) if other != rank]
-        self._room = torch.empty(size, 0)  # what the posted receives write into: a row for each rank
+        # What the posted receives write into: a row for each rank.
+        self._room = torch.empty(size, 0, dtype=torch.float32, device="cpu")
         self._posted: list[Any] = []
 
     def exchange(self, values: Tensor) -> Tensor:

@@ -7,20 +7,19 @@ anything writes to it. A `torch.empty` that nobody touches costs address space, 
 near zero for any model.
 """
 
-import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.config import Limits
 from nstf.runtime.imports import uncollected
+from nstf.runtime.small_buffers import small_buffers
 
 # Keys that name code or a repository, or that make transformers expect weights in another library's format. An
 # artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241). And
@@ -69,7 +68,7 @@ def build_skeleton(
             _BUILDING,
             _default_dtype(dtype),
             parameters_on_meta(limits),
-            _small_buffers(limits),
+            small_buffers(limits),
             torch.no_grad(),
         ):
             with no_hub_kernels():
@@ -263,70 +262,6 @@ def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
             yield
         finally:
             nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-class _SmallBuffers(TorchFunctionMode):
-    """Refuses a tensor larger than all of the file together, also where only its memory is asked for, as of a parameter."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        size = _elements(func, args, kwargs)
-        if size > self._most:
-            raise ValueError(f"it makes a tensor of {size} elements, beyond the file's tensors")
-        return func(*args, **kwargs)
-
-
-_FILLED = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)
-_ELEMENTWISE = frozenset(
-    "mul rmul multiply div truediv rtruediv true_divide divide add radd sub rsub subtract pow rpow".split()
-)
-
-_COPIES = ("flatten", "reshape", "contiguous", "clone")
-
-
-def _broadcast(operands: Any) -> int:
-    """Elements of what two tensors that are not of one shape make together; 0 where they, or what they make, are on meta."""
-    shapes = [x.shape for x in operands if isinstance(x, torch.Tensor) and x.device.type != "meta"]
-    if len(shapes) < 2 or shapes[0] == shapes[1]:
-        return 0
-    try:
-        return math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    except RuntimeError:  # the call itself says so
-        return 0
-
-
-def _elements(func: Any, args: Any, kwargs: Any) -> int:
-    """How many elements a call that fills a new tensor asks for; 0 for any other call."""
-    if func in (torch.arange, torch.linspace):
-        first, last = (
-            (*args[:2], kwargs.get("end"))[:2]
-            if len(args) > 1
-            else (0, args[0] if args else kwargs.get("end"))
-        )
-        step = args[2] if len(args) > 2 else kwargs.get("step", 1)
-        if func is torch.linspace:
-            return int(args[2]) if len(args) > 2 else int(kwargs.get("steps", 0))
-        return int(abs(float(last) - float(first)) / max(abs(float(step)), 1e-9)) if last is not None else 0
-    if func in (torch.outer, torch.kron, torch.einsum):
-        return math.prod(x.numel() for x in args if isinstance(x, torch.Tensor))
-    name = getattr(func, "__name__", "").strip("_")
-    if name in _ELEMENTWISE:  # positions by frequencies, say
-        return _broadcast(args[:2])
-    if name in _COPIES and isinstance(args[0], torch.Tensor) and args[0].device.type != "meta":
-        return args[0].numel()  # of a grid, which takes no memory before
-    if func in _FILLED:
-        shape = args[0] if args and isinstance(args[0], list | tuple) else [a for a in args if type(a) is int]
-        shape = [*shape, *shape] if func is torch.eye and len(shape) == 1 else shape
-        return math.prod(int(n) for n in (shape or kwargs.get("size", ())))
-    return 0
-
-
-def _small_buffers(limits: Limits | None) -> AbstractContextManager[Any]:
-    return nullcontext() if limits is None else _SmallBuffers(limits.buffer_elements)
 
 
 @contextmanager

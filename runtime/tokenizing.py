@@ -7,10 +7,10 @@ whatever their expressions do (a division by zero).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from nstf.errors import NstfError, UnsupportedError, out_of_memory
+from nstf.errors import NstfError, UnsupportedError, UsageError, out_of_memory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,6 +37,18 @@ def foreign_errors(what: str) -> Iterator[None]:
             raise NstfError(f"{what}: not enough memory; free some, or raise its limit") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedError(f"{what}: {reason}") from error
+
+
+def check_length(text: str, context: int, vocab: Callable[[], Iterable[str]]) -> None:
+    """Raises UsageError for a text that must have more tokens than a context: transformers would run it nonetheless, in time
+    and memory by the square of its length. vocab: gives the tokenizer's words, and is asked for a long text alone."""
+    if len(text) <= context:
+        return
+    most = context * max(map(len, vocab()), default=1)
+    if len(text) > most:
+        raise UsageError(
+            f"the prompt has {len(text)} characters, and the model's {context} tokens stand for {most} at most: shorten it"
+        )
 
 
 def encode(tokenizer: Any, text: Any, **options: Any) -> Any:

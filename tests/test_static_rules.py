@@ -11,6 +11,12 @@ FOLDERS = ("nstf_convert", "runtime", "kernels", "analyzers", "decomposers", "qu
 LOADS = "nstf_convert/checkpoint/torch_bin.py"
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+# Files whose tensors C++ reads and writes by address: a process may have set another default dtype or device.
+BY_ADDRESS = ("kernels/cpu/", "runtime/engine", "runtime/fused", "runtime/messages")
+MAKERS = {
+    f"torch.{name}"
+    for name in "arange as_tensor empty eye full linspace ones rand randint randn tensor zeros".split()
+}
 
 
 @cache
@@ -62,6 +68,8 @@ def broken(name: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{where} calls {call}"
             if given.get("shell") is True or given.get("trust_remote_code") is True:
                 yield f"{where} runs a shell or remote code"
+            if name.startswith(BY_ADDRESS) and call in MAKERS and not {"dtype", "device"} <= set(given):
+                yield f"{where} calls {call} without dtype and device"
             if given.get("allow_pickle") is True and name != LOADS:
                 yield f"{where} allows pickle"
         elif isinstance(node, ast.Assert) and not narrows(node.test):
@@ -93,6 +101,10 @@ def test_the_rules_see_what_they_forbid() -> None:
         "try:\n f()\nexcept OSError:\n pass",
     ):
         assert list(broken("x.py", ast.parse(text))) == [], text
+    for text in ("torch.empty(2)", "torch.zeros(2, dtype=d)", "torch.tensor(x, device='cpu')"):
+        assert len(list(broken("kernels/cpu/x.py", ast.parse(text)))) == 1, text
+        assert list(broken("kernels/torch/x.py", ast.parse(text))) == [], text
+    assert list(broken("runtime/engine.py", ast.parse("torch.full(2, x, dtype=d, device=y.device)"))) == []
     assert list(broken(LOADS, ast.parse("torch.load(x, weights_only=True)"))) == []
     assert list(broken(LOADS, ast.parse("torch.load(x, weights_only=False)"))) != []
 

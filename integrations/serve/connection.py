@@ -29,6 +29,9 @@ class Connection(H11Protocol):
     uvicorn's own choice, takes heads of any size.
 
     A body has a limit of its own (`app.BODY_SECONDS`), and so has a stream that nobody reads (`stream.SEND_SECONDS`).
+
+    Requests are not pipelined: what comes during an answer is dropped, and the connection ends after it. uvicorn would stop
+    reading, and no longer see its client leave, and an answer behind one that nobody takes would wait without a limit.
     """
 
     _limit: asyncio.TimerHandle | None = None
@@ -45,14 +48,25 @@ class Connection(H11Protocol):
             self._begin()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._end()
+        if self._answering():
+            self.cycle.keep_alive = False
+        elif self.transport.get_write_buffer_size():
+            self.transport.close()  # once its client has taken the answer before
+        else:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._end()
+            if self._answering() and self.conn.trailing_data[0]:
+                self.cycle.keep_alive = False
+                self.flow.resume_reading()
+
+    def _answering(self) -> bool:
+        """Whether a request is here as a whole, and its answer is not."""
+        return self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # a request that has arrived by now is begun in here
-        if self.cycle.response_complete:
-            self._begin()
+        super().on_response_complete()
+        self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()

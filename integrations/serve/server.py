@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -41,6 +42,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._ready, self._close = ready, close
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,17 +56,27 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal does not wait for answers. uvicorn's own would also cancel the task of the lifespan, which is
+        logged as a failure."""
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_answers)
+        self.should_exit = True
+
+    def _end_answers(self) -> None:
+        asyncio.get_running_loop().run_in_executor(None, self._close)
+
     async def shutdown(self, sockets: Any = None) -> None:
         """Answers under way have GRACE_SECONDS; then each is ended with an error, while its connection still stands."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(GRACE_SECONDS, lambda: loop.run_in_executor(None, self._close))
+        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_answers)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
 
     async def startup(self, sockets: Any = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_Scarcity())
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_Scarcity())
         await super().startup(sockets)
         if self.started:
             for listening in [s for server in self.servers for s in server.sockets]:

@@ -76,7 +76,8 @@ def convolve(
     width = (wide + padding[2] + padding[3] - dilation[1] * (taps[1] - 1) - 1) // stride[1] + 1
     if height < 1 or width < 1:
         raise ValueError(f"images of {high} x {wide} are smaller than the kernel {list(taps)}")
-    y = torch.empty(count, encoded.shape[0], height, width, memory_format=layout)
+    size = count, encoded.shape[0], height, width
+    y = torch.empty(size, dtype=torch.float32, device="cpu", memory_format=layout)
     later, broadcast = After(), after.added is not None and after.added.shape != y.shape
     if broadcast:
         after, later = After(after.gain), after._replace(gain=None)
@@ -131,7 +132,7 @@ class InTurn:
             return None
         layout = _layout(x)
         images = _float(x).contiguous(memory_format=layout)
-        y = torch.empty(count, *found, memory_format=layout)
+        y = torch.empty(count, *found, dtype=torch.float32, device="cpu", memory_format=layout)
         numbers = [0] * (5 * self.count)
         shift = None if bias is None else _float(bias).contiguous()
         numbers[-1] = 0 if shift is None else shift.data_ptr()

@@ -299,7 +299,7 @@ def _decoded(encoded: EncodedTensor) -> Tensor:
 def matmul(x: Tensor, matrix: Any, threads: int | None = None) -> Tensor:
     """x @ W.T for tests and reports: float32 [batch, cols] -> [batch, rows]."""
     x = x.to(torch.float32).contiguous()
-    y = torch.empty(len(x), matrix.shape[0])
+    y = torch.empty(len(x), matrix.shape[0], dtype=torch.float32, device="cpu")
     matrix.multiply_at(x.data_ptr(), len(x), y.data_ptr(), threads or torch.get_num_threads())
     return y
 

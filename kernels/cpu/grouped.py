@@ -54,8 +54,8 @@ def route(index: Tensor, experts: int) -> Routing:
     """index: [tokens, choices], integers; `experts` itself stands for none. Raises ValueError for others out of range."""
     index = index.to(torch.int64).contiguous()
     tokens, choices = index.shape
-    order = torch.empty(tokens * choices, dtype=torch.int64)
-    offsets = torch.empty(experts + 1, dtype=torch.int64)
+    order = torch.empty(tokens * choices, dtype=torch.int64, device="cpu")
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device="cpu")
     ext.group_at(index.data_ptr(), tokens * choices, experts, order.data_ptr(), offsets.data_ptr())
     return Routing(order, offsets, tokens, choices, int(offsets[-1]))
 
@@ -92,7 +92,7 @@ class Stack:
         """
         if x.shape != (routing.tokens if gather else routing.taken, self.cols):
             raise ValueError(f"activations {list(x.shape)} for experts of {self.cols} columns")
-        y = torch.empty(routing.taken, self.rows)
+        y = torch.empty(routing.taken, self.rows, dtype=torch.float32, device="cpu")
         order = routing.order.data_ptr() if gather else 0
         at = routing.offsets.data_ptr()
         self._grouped.multiply_at(
@@ -106,7 +106,7 @@ def combine(parts: Tensor, routing: Routing, weights: Tensor) -> Tensor:
 
     parts: float32 [taken, cols] in the routing's order. weights: float32 [tokens, choices].
     """
-    y = torch.empty(routing.tokens, parts.shape[1])
+    y = torch.empty(routing.tokens, parts.shape[1], dtype=torch.float32, device="cpu")
     ext.combine_at(
         parts.data_ptr(),
         routing.order.data_ptr(),

@@ -47,12 +47,12 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
         raise ValueError(f"{encoded.tree.kind} {list(encoded.shape)} times {list(x.shape)} on {x.device}")
     x32 = x.to(torch.float32).contiguous()
     batch, threads = x.shape[0], torch.get_num_threads()
-    y = torch.empty(batch, out, dtype=torch.float32)
+    y = torch.empty(batch, out, dtype=torch.float32, device="cpu")
     if batch <= FUSED_BATCH:
         matrix.matmul_at(x32.data_ptr(), batch, y.data_ptr(), threads)
         return y.to(x.dtype)
     rows = max(1, BLOCK_NUMEL // width)
-    block = torch.empty(min(rows, out), width, dtype=torch.float32)
+    block = torch.empty(min(rows, out), width, dtype=torch.float32, device="cpu")
     for start in range(0, out, rows):
         part = block[: min(rows, out - start)]
         matrix.decode(start, part, threads)

@@ -50,9 +50,10 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
     prepared = _prepared(encoded)
     width = trellis.tiles(x.shape[1]) * trellis.SIDE
     padded = F.pad(x.to(torch.float32), (0, width - x.shape[1])).contiguous()
-    y = torch.empty(len(x), encoded.shape[0])
+    y = torch.empty(len(x), encoded.shape[0], dtype=torch.float32, device="cpu")
     for section in prepared.sections:
-        out = torch.empty(len(x), len(section.codes) * trellis.SIDE)
+        rows = len(section.codes) * trellis.SIDE
+        out = torch.empty(len(x), rows, dtype=torch.float32, device="cpu")
         ext.trellis_matmul(
             section.codes,
             section.quarter_bits,

@@ -77,7 +77,7 @@ def torch_dtype(variant: str) -> torch.dtype:
 
 def values_of_codes(variant: str) -> Tensor:
     """The value of every byte: float32 [256], NaN where the type says so."""
-    return torch.arange(256, dtype=torch.uint8).view(torch_dtype(variant)).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch_dtype(variant)).float()
 
 
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:

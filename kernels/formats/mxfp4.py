@@ -68,7 +68,7 @@ def scale_value(code: Tensor) -> Tensor:
 def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: dict[str, Tensor]) -> Tensor:
     """scale * element, float32 of `shape`."""
     _, cols = matrix_shape(shape, params.lead)
-    table = torch.tensor(E2M1, device=arrays["codes"].device)
+    table = torch.tensor(E2M1, dtype=torch.float32, device=arrays["codes"].device)
     values = table[bitpack.unpack(arrays["codes"], 4, cols).int()]
     values *= per_column(scale_value(arrays["scale"]), BLOCK, cols)
     return values.reshape(shape)

@@ -46,7 +46,7 @@ def room(like: Tensor, count: int | None = None) -> Tensor:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
-        return torch.empty(shape, dtype=like.dtype)  # which says that there is no memory, if so
+        return torch.empty(shape, dtype=like.dtype, device="cpu")  # which says that there is no memory, if so
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:

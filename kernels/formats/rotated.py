@@ -120,7 +120,7 @@ def signs(
 ) -> Tensor:
     """size random signs, float32 +-1, the same on every machine; all +1 for block 0."""
     if block == 0:
-        return torch.ones(size, device=device)
+        return torch.ones(size, dtype=torch.float32, device=device)
     found: Tensor = _signs(size, seed, side).to(device)
     return found
 

@@ -105,7 +105,7 @@ def decode(params: Params, shape: Shape, arrays: dict[str, Tensor], children: di
 def decode_rows(params: Params, shape: Shape, arrays: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Rows (of the first axis, lead 1) without the others, up to their tiles: int64 [n] -> float32 [n, cols]."""
     total, cols = matrix_shape(shape, params.lead)
-    out = torch.empty(len(rows), cols, device=rows.device)
+    out = torch.empty(len(rows), cols, dtype=torch.float32, device=rows.device)
     for codes, q, members in sections(params, arrays, total, cols):
         place = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
         place[members] = torch.arange(len(members), device=rows.device)
@@ -175,7 +175,7 @@ def unit_values(params: Params, arrays: dict[str, Tensor], rows: int, cols: int)
         values = section_values(codes, q, len(members), cols)
         if not params.rows:
             return values
-        out = torch.empty(rows, cols, device=values.device) if out is None else out
+        out = torch.empty(rows, cols, dtype=torch.float32, device=values.device) if out is None else out
         out[members] = values
     if out is None:
         raise FormatError("trellis: no sections")
@@ -194,7 +194,7 @@ def tile_values(codes: Tensor, quarter_bits: int) -> Tensor:
     """The values of tiles at scale 1: u8 [tiles, 8 q] -> float32 [tiles, 256]."""
     table = codebook(quarter_bits, codes.device)
     if codes.device.type == "cpu" and hasattr(ext, "trellis_decode"):
-        out = torch.empty(len(codes), TILE, device="cpu")
+        out = torch.empty(len(codes), TILE, dtype=torch.float32, device="cpu")
         ext.trellis_decode(codes.contiguous(), quarter_bits, table, out, torch.get_num_threads())
         return out
     return torch.cat([table[_states(part, quarter_bits)] for part in torch.split(codes, _TILES_AT_ONCE)])
@@ -242,7 +242,7 @@ def _sums() -> Tensor:
 def _quantiles() -> Tensor:
     # A multiple of the state modulo 2^16 spreads the successors of every state evenly over the quantiles.
     state = torch.arange(1 << STATE_BITS, dtype=torch.int64, device="cpu")
-    return torch.tensor(quantiles(), device="cpu")[
+    return torch.tensor(quantiles(), dtype=torch.float32, device="cpu")[
         ((state * _QUANTILE_MULTIPLIER) & 0xFFFF) >> (STATE_BITS - _QUANTILE_BITS)
     ]
 

@@ -193,7 +193,9 @@ def _rows_of_view(encoded: EncodedTensor, rows: Tensor, split: int) -> Tensor:
     at = torch.unravel_index(rows, params.view[:split])
     axes = range(split, len(params.view))
     if encoded.tree.kind == "cp":
-        left = math.prod((factors[f"factor{i}"][at[i]] for i in range(split)), start=torch.ones(()))
+        left = factors["factor0"][at[0]]
+        for i in range(1, split):
+            left = left * factors[f"factor{i}"][at[i]]
         right = factors[f"factor{split}"].T
         for i in axes[1:]:
             right = torch.einsum("rn,mr->rnm", right, factors[f"factor{i}"]).reshape(params.rank, -1)

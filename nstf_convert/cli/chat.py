@@ -106,10 +106,10 @@ class Conversation:
                 line = input("> " if self._terminal else "")
                 if line.strip() == "/exit":
                     return
-                if line.startswith("/"):
-                    self._command(line.strip())
-                elif any("\ud800" <= c <= "\udfff" for c in line):
+                if any("\ud800" <= c <= "\udfff" for c in line):
                     sys.stderr.write("error: this line is not UTF-8 text\n")
+                elif line.startswith("/"):
+                    self._command(line.strip())
                 elif line.strip():
                     self._reply(line)
             except EOFError:

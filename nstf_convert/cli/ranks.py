@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
@@ -16,6 +17,7 @@ from typing import Any
 
 from nstf.errors import NstfError, UsageError
 from nstf_convert.cli.output import setup_logging
+from nstf_convert.cli.running import open_streams
 
 # Seconds that the other ranks have to say why, once one failed.
 GRACE = 2.0
@@ -34,7 +36,8 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any, own_cores: 
 
     Started by torchrun, this process is a rank itself and does the work at once. work: a function of a module. own_cores:
     each process that is started here has its share of the cores.
-    Raises the error of the first rank that fails, always as an NstfError, and NstfError for one that dies.
+    Raises the error of the first rank that fails, always as an NstfError, and NstfError for one that dies; BrokenPipeError
+    where nobody reads stdout.
     """
     if "RANK" in os.environ:
         rank = os.environ["RANK"]
@@ -57,21 +60,34 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any, own_cores: 
         )
         for rank in range(count)
     ]
-    for process in ranks:
-        process.start()
-    for _, told in pipes:
-        told.close()
     try:
+        with _control_c_waits():
+            for process in ranks:
+                process.start()
+        for _, told in pipes:
+            told.close()
         _wait({pipe: rank for rank, (pipe, _) in enumerate(pipes)})
     finally:
         for process in ranks:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _control_c_waits() -> Iterator[None]:
+    """Processes that start inside begin with it blocked: a terminal sends it to all, and they import for a second."""
+    resource_tracker.ensure_running()  # by the first start, it would end the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait(pipes: dict[Any, int]) -> None:
     """Returns when every rank is done. Raises once one failed, since the others wait for it, with the reason."""
-    failures: list[NstfError] = []
+    failures: list[Exception] = []
     while pipes and (found := wait(list(pipes), GRACE if failures else None)):
         ready: Any
         for ready in found:
@@ -101,6 +117,9 @@ def _rank(
     work: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    open_streams()
     Thread(target=_end_with_parent, daemon=True).start()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in place.items()}
@@ -110,12 +129,11 @@ def _rank(
         from nstf.runtime.ranks import use_own_cores
 
         use_own_cores(rank, count)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
     _silence(rank)
     debug = level == logging.DEBUG
     # Every rank does the same stages: one tells of them.
     setup_logging(level == logging.WARNING or (rank > 0 and not debug), level == logging.INFO, debug)
-    failure: NstfError | None = None
+    failure: Exception | None = None
     try:
         work(*arguments)
         sys.stdout.flush()
@@ -130,9 +148,10 @@ def _rank(
     os._exit(0)  # not by way of another flush to a stdout that may be closed
 
 
-def _told(error: Exception, rank: int) -> NstfError:
-    """What the parent is sent: our errors as they are, others as the line that the command would print."""
-    if isinstance(error, NstfError):
+def _told(error: Exception, rank: int) -> Exception:
+    """What the parent is sent: our errors as they are, others as the line that the command would print. A stdout that nobody
+    reads any more is none: the command ends as it does in one process."""
+    if isinstance(error, NstfError | BrokenPipeError):
         return error
     from nstf_convert.cli.messages import explain
 

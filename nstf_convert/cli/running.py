@@ -148,8 +148,13 @@ def open_streams() -> None:
             if nowhere != number:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
+            else:
+                os.set_inheritable(number, True)  # a child's next file would get its number
             stream = os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False)
             setattr(sys, name, stream)
+    # What is no text there is refused by who reads it, in every locale.
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     # Names of files that are no text, and letters that the terminal's encoding has not: made visible, as in messages.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -34,6 +34,8 @@ MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
 LEAST_SIZE, LEAST_COUNT = 65_536, 1_024
 # Elements of a buffer that a model computes for itself: a mask over its positions, a table of angles.
 LEAST_BUFFER = 1 << 24
+# Of one that it makes number by number in Python, a microsecond and 40 bytes each, or from such matrices of numpy's.
+LEAST_TABLE = 1 << 20
 
 # Words of a key that says how often something is made, and how large something is.
 _COUNTS = frozenset(
@@ -50,6 +52,8 @@ _FREE = frozenset(
     "period rate frequency chunk params parameters".split()
 )
 _LABELS = ("id2label", "label2id")
+# How keys of tokens end.
+_TOKENS = ("_token_id", "_token_ids", "_tokens_id", "_tokens_ids")
 # The least that may stand where transformers (5.17) makes a range of it in the middle of a text; -1 is a window that is off.
 _LEAST = {"num_hidden_layers": 0, "attention_chunk_size": 0, "sliding_window": -1}
 # What transformers looks for in the config of any model, whether its class declares (and so checks) it or not.
@@ -90,6 +94,11 @@ class Limits:
     def buffer_elements(self) -> int:
         """Elements of any tensor that a constructor may fill."""
         return max(LEAST_BUFFER, self.elements)
+
+    @property
+    def table_elements(self) -> int:
+        """Elements of tables that a constructor makes by numpy."""
+        return max(LEAST_TABLE, self.elements)
 
 
 def limits_of(manifest: Manifest) -> Limits:
@@ -169,9 +178,20 @@ def _most(path: str, limits: Limits) -> float:
     return MAX_INTEGER if words & (_COUNTS | _SIZES) else MAX_NUMBER
 
 
+def is_token(value: Any) -> bool:
+    """Whether it can be a token's number; -1 is none."""
+    return type(value) is int and -1 <= value <= MAX_INTEGER
+
+
 def _check_type(value: Any, where: object, key: str) -> None:
     if value == [] and key.endswith("_token_id"):
         raise CorruptError(f"{where}: its config.json has no token under {key}; fetch or convert it again")
+    if key.endswith(_TOKENS) and value is not None:
+        if not all(is_token(token) for token in (value if isinstance(value, list | tuple) else [value])):
+            raise CorruptError(
+                f"{where}: its config.json says {key} is {short(value)}, expected a token, or a list of tokens; "
+                "the file is damaged, fetch or convert it again"
+            )
     if key in _LEAST and type(value) is int and value < _LEAST[key]:
         raise CorruptError(f"{where}: its config.json says {key} is {value}; fetch or convert it again")
     if value is None or key not in _TYPES:

@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 
 from nstf.errors import CorruptError
-from nstf.runtime.artifact.config import MAX_INTEGER
+from nstf.runtime.artifact.config import MAX_INTEGER, is_token
 from nstf.runtime.artifact.header import short
 
 TYPE_CHECKING = False
@@ -61,16 +61,12 @@ _SAME_TEXT = frozenset("assistant_early_exit is_assistant low_memory use_mtp".sp
 _CACHES = ("offloaded", "offloaded_static", "quantized")
 
 
-def _is_token(value: Any) -> bool:
-    return type(value) is int and -1 <= value <= MAX_INTEGER
-
-
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= 1e30
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_token(t) for t in value)
+    return isinstance(value, list) and all(is_token(t) for t in value)
 
 
 def _are_words(value: Any) -> bool:
@@ -93,7 +89,7 @@ def _largest_token(key: str, value: Any) -> int:
 
 def _is_decay(value: Any) -> bool:
     """From which token on, and a factor whose powers change the score of the text's end."""
-    good = isinstance(value, list) and len(value) == 2 and _is_token(value[0]) and _is_number(value[1])
+    good = isinstance(value, list) and len(value) == 2 and is_token(value[0]) and _is_number(value[1])
     return good and abs(value[1]) <= 100
 
 
@@ -216,7 +212,7 @@ def _wanted(key: str, value: Any, vocab: int | None) -> str:
         tokens = value if isinstance(value, list) else [value]
         most = MAX_INTEGER if vocab is None or not key.startswith("forced_") else vocab - 1
         least = 0 if key.startswith("forced_") and value != -1 else -1
-        good = bool(tokens) and all(_is_token(t) and least <= t <= most for t in tokens)
+        good = bool(tokens) and all(is_token(t) and least <= t <= most for t in tokens)
         return "" if good else "a token, or a list of tokens"
     if key in _INTEGERS:
         good = type(value) in (int, float) and -1 <= value <= _INTEGERS[key] and value == int(value)

@@ -160,6 +160,23 @@ def test_a_config_of_wrong_types_is_refused_at_load(made: Callable[..., Path], k
         load(made({**LLAMA, key: value}))
 
 
+@pytest.mark.parametrize("value", [10**30, 2**32 + 1, -5, 2.5, "2", [2, 10**30], [[2]]], ids=str)
+@pytest.mark.parametrize("key", ["eos_token_id", "pad_token_id", "decoder_start_token_id", "image_token_ids"])
+def test_what_is_no_token_is_refused_from_every_way_in(
+    made: Callable[..., Path], key: str, value: Any
+) -> None:
+    """transformers met it in the middle of a text, or each JSON schema was refused for it."""
+    assert f"config.json says {key} is" in refused(made({**LLAMA, key: value}))
+
+
+def test_tokens_that_are_none_are_no_reason_to_refuse(made: Callable[..., Path]) -> None:
+    load(
+        made(
+            {**LLAMA, "pad_token_id": -1, "eos_token_id": [1, 2], "bos_token_id": None, "image_token_ids": []}
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("num_hidden_layers", -1), ("eos_token_id", []), ("attention_chunk_size", -1), ("sliding_window", -2)],
@@ -285,6 +302,26 @@ UNNAMED: dict[str, dict[str, Any]] = {
     "a grid": {
         "architectures": ["Sam2VideoModel"], "model_type": "sam2_video",
         "memory_attention_rope_feat_sizes": [65536, 65536],
+    },
+    "sinusoids by lists of Python": {
+        "architectures": ["VideoMAEModel"], "model_type": "videomae", "image_size": 4096, "patch_size": 1, "hidden_size": 32,
+        "num_attention_heads": 2, "num_hidden_layers": 1, "num_frames": 16, "tubelet_size": 2,
+    },
+    "sinusoids of a part": {
+        "architectures": ["VisionEncoderDecoderModel"], "model_type": "vision-encoder-decoder",
+        "encoder": {
+            "model_type": "videomae", "image_size": 4096, "patch_size": 1, "hidden_size": 32, "num_attention_heads": 2,
+            "num_hidden_layers": 1, "num_frames": 16, "tubelet_size": 2,
+        },
+        "decoder": {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+    },
+    "sinusoids of XLM": {
+        "architectures": ["XLMModel"], "model_type": "xlm", "emb_dim": 32, "n_heads": 2, "n_layers": 1,
+        "max_position_embeddings": 2**16, "sinusoidal_embeddings": True,
+    },
+    "a Fourier transform's matrix": {
+        "architectures": ["FNetModel"], "model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1,
+        "use_tpu_fourier_optimizations": True, "tpu_short_seq_length": 65536,
     },
     "positions": {
         "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,

@@ -125,6 +125,25 @@ def test_a_prompt_beyond_the_context_is_left_to_transformers(tiny: ModuleType, t
         next(engine_text.stream(written(tiny, tmp_path), "", 3))
 
 
+@pytest.mark.parametrize("letters", [64 * 16, 1 << 24])
+def test_a_prompt_far_beyond_the_context_is_not_tokenised(
+    tiny: ModuleType, tmp_path: Path, letters: int
+) -> None:
+    """It was left to transformers, which takes time and memory by the square of its length."""
+    path = written(tiny, tmp_path)
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert longest < 16
+    for text in (
+        engine_text.stream(path, "a" * letters, 3),
+        nstf.runtime.stream(model, tokenizer, "a" * letters, 3),
+    ):
+        with pytest.raises(
+            UsageError, match=rf"has {letters} characters, and the model's 64 tokens .*shorten"
+        ):
+            next(text)
+
+
 def test_a_damaged_file_gives_no_text(tiny: ModuleType, tmp_path: Path) -> None:
     path = written(tiny, tmp_path)
     with open_artifact(path) as artifact:

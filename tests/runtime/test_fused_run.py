@@ -64,6 +64,27 @@ def test_a_network_is_one_call(tiny: ModuleType, pool: nn.Module, layout: torch.
     assert all(m is not None for m in run.made.values()) and run.made
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_process_may_have_another_default_dtype_and_device(tiny: ModuleType, flat: bool) -> None:
+    """float16 made a buffer half as long as what was written into it."""
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten()] if flat else []
+    plain, made = both(tiny, nn.Sequential(*stem(nn.MaxPool2d(3, 2, 1)), *end))
+    fuse(made)
+    x = torch.randn(2, 3, 47, 52)
+    with torch.no_grad():
+        wanted = made(x)
+        try:
+            for dtype in (torch.float64, torch.float16):
+                torch.set_default_dtype(dtype)
+                found = made(x)
+                assert found.dtype == torch.float32 and torch.equal(found, wanted)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        with torch.device("meta"):
+            assert torch.equal(made(x), wanted)
+    assert near(wanted, plain(x).detach())
+
+
 def test_many_images_are_worked_on_some_at_a_time(tiny: ModuleType) -> None:
     plain, made = both(tiny, nn.Sequential(Block(3, 8), Block(8, 8)))
     fuse(made)

@@ -76,6 +76,14 @@ def test_a_fault_of_the_disk_is_no_unreadable_tokenizer(
     assert error.value.exit_code == 1
 
 
+def test_a_default_device_of_the_process_is_not_the_prompts(loaded: tuple[Any, Any]) -> None:
+    wanted = list(nstf.runtime.stream(*loaded, "w5 w7", 5))
+    with torch.device("meta"):
+        assert list(nstf.runtime.stream(*loaded, "w5 w7", 5)) == wanted
+        ids = torch.tensor([[5, 7]], device="cpu")
+        assert loaded[0].generate(ids, max_new_tokens=2).device.type == "cpu"
+
+
 def test_the_pieces_are_the_text_that_generate_gives(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     ids = tokenizer("w5 w7", return_tensors="pt")["input_ids"]

@@ -231,6 +231,59 @@ def test_an_answer_ends_when_its_client_leaves(serve: Callable[..., Served], str
     assert server.json(CHAT, HELLO)[0] == 200
 
 
+PIPELINED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_client_that_asks_again_during_an_answer_is_still_seen_to_leave(
+    serve: Callable[..., Served], together: bool
+) -> None:
+    """Reading stopped at the second request, and with it the sight of the connection's end."""
+    server = serve(parallel=1)
+    slowly(server, 0.02)
+    body = json.dumps(LONG).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(head.encode() + b"\r\n\r\n" + body + (PIPELINED if together else b""))
+        until(lambda: server.metric("generated_tokens_total") > 2)
+        if not together:
+            client.sendall(PIPELINED)
+            time.sleep(0.2)
+    until(lambda: server.metric("cancelled_total") == 1 and server.metric("running") == 0)
+    assert server.metric("generated_tokens_total") < 100
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.001])
+def test_a_client_that_asks_on_and_takes_nothing_is_given_up(
+    server: Served, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    from nstf.integrations.serve import connection
+
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    lost = connection.Connection._lost
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(0.2)
+        client.connect(("127.0.0.1", server.port))
+        try:
+            for _ in range(1000):
+                client.sendall(PIPELINED.replace(b"/health", b"/chat.js"))
+                time.sleep(pause)
+        except OSError:
+            pass
+        until(lambda: connection.Connection._lost > lost)
+
+
+def test_an_answer_during_which_its_client_asks_again_is_whole_and_the_last(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(PIPELINED * 3)
+        found = b""
+        while part := client.recv(10_000):
+            found += part
+    assert found.count(b"HTTP/1.1 200 ") == 1 and found.endswith(b"}")
+
+
 def slowly(server: Served, seconds: float) -> None:
     """Makes every step of the engine take as long at least."""
     before = server.service.backend._batch.step

@@ -106,6 +106,66 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+# A rank imports its parent's main module first: Ctrl-C, which a terminal sends to all processes, comes meanwhile.
+SCRIPT = """
+import os, signal, sys
+
+if __name__ == "__mp_main__":
+    os.kill(os.getpid(), signal.SIGINT)
+
+from nstf_convert.cli.ranks import as_ranks
+from nstf_convert.cli.running import open_streams
+
+def work():
+    sys.stdout.write("said once\\n")
+
+if __name__ == "__main__":
+    open_streams()
+    try:
+        as_ranks(2, work)
+    except BrokenPipeError:
+        os._exit(3)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""
+
+
+def script(
+    folder: Path, closed: tuple[int, ...] = (), stdout: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    def start() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell has its background ignore
+        for number in closed:
+            os.close(number)
+
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(folder / "script.py")]
+    return subprocess.run(
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, preexec_fn=start
+    )
+
+
+def test_ctrl_c_while_ranks_start_is_their_parents_alone(tmp_path: Path) -> None:
+    done = script(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said once\n", "")
+
+
+@pytest.mark.parametrize("closed", [(1,), (0, 1), (0, 1, 2)])
+def test_ranks_of_a_command_whose_streams_are_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    done = script(tmp_path, closed)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stdout_that_nobody_reads_is_no_failure_of_a_rank(tmp_path: Path) -> None:
+    """One process says nothing of it, either."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = script(tmp_path, stdout=write)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_stdin_is_no_prompt_of_several_ranks(nstf, tiny, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = nstf("generate", tiny.same, "-", "--tensor-parallel", 2)

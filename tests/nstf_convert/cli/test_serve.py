@@ -84,6 +84,36 @@ def test_a_signal_ends_the_server_after_the_answers(artifact: Path, number: sign
         assert "Traceback" not in said and "leaked" not in said
 
 
+@pytest.mark.parametrize("gap", [0.0, 0.02, 0.1])
+def test_a_second_ctrl_c_writes_no_traceback(artifact: Path, gap: float) -> None:
+    pytest.importorskip("uvicorn")
+    with process("serve", artifact, "--port", 0, "--threads", 1) as server:
+        port_of(server)
+        server.send_signal(signal.SIGINT)
+        time.sleep(gap)
+        server.send_signal(signal.SIGINT)
+        assert server.stderr is not None
+        assert server.stderr.read() in ("", "error: interrupted\n")  # after the server's end
+        assert server.wait(30) in (0, 130)
+
+
+def test_a_second_ctrl_c_ends_the_answers(artifact: Path) -> None:
+    pytest.importorskip("uvicorn")
+    with process("serve", artifact, "--port", 0, "--threads", 1, "--parallel", 1) as server:
+        port, body = port_of(server), {"prompt": "The king", "max_tokens": 490, "temperature": 0}
+        clients = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(16)]
+        for client in clients:  # a tenth of a second each
+            client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        for _ in range(2):
+            time.sleep(0.1)
+            server.send_signal(signal.SIGINT)
+        assert b"shutting down" in clients[-1].getresponse().read()
+        for client in clients:
+            client.close()
+        assert server.wait(30) == 0 and server.stderr is not None
+        assert server.stderr.read() == ""
+
+
 def test_clients_that_hold_all_connections_fill_no_log(artifact: Path) -> None:
     pytest.importorskip("uvicorn")
     with process("serve", artifact, "--port", 0, "--threads", 1) as server:
@@ -382,9 +412,10 @@ def test_a_text_that_is_too_long_is_not_said_to_be_no_text(
 def test_a_line_that_is_no_text_does_not_end_a_chat(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from nstf_convert.cli.chat import Conversation
 
-    typed = iter(["a\udcff", "/exit", "never reached"])
+    typed = iter(["a\udcff", "/system b\udcff", "/exit", "never reached"])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     Conversation(None, None, (), None, None).run()  # type: ignore[arg-type]
     assert (
-        capsys.readouterr().err == "error: this line is not UTF-8 text\n" and next(typed) == "never reached"
+        capsys.readouterr().err == 2 * "error: this line is not UTF-8 text\n"
+        and next(typed) == "never reached"
     )

@@ -137,6 +137,19 @@ def test_what_is_alive_at_the_end_is_not_listed_as_leaked() -> None:
     assert (code, err) == (0, "")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8:surrogateescape", "ascii"])
+def test_a_prompt_on_stdin_that_is_no_text_is_wrong_use(encoding: str) -> None:
+    """Python's errors are strict there, but for the locales C and POSIX."""
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "generate", FILE, "-"],
+        input=b"he\xffllo\n",
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert (done.returncode, done.stderr) == (2, b"error: the prompt is not UTF-8 text\n")
+
+
 def test_a_name_that_is_no_text_is_made_visible(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"m\xff\xc3\xa9.nstf")
     path.write_bytes(Path(FILE).read_bytes())
