@@ -138,7 +138,7 @@ def test_an_engine_for_one_text_keeps_no_more(
             return "a " * len(tokens)
 
     monkeypatch.setattr(engine_text, "_generation", lambda artifact: (frozenset(), {}))
-    monkeypatch.setattr(engine_text, "_encoded", lambda artifact, prompt: (Tokenizer(), [3, 4, 5]))
+    monkeypatch.setattr(engine_text, "_encoded", lambda artifact, prompt, context: (Tokenizer(), [3, 4, 5]))
     pieces = engine_text.stream(path, "a time", 5)
     assert next(pieces) == "a "
     assert sum(mapped_bytes(path)) < path.stat().st_size / 4

@@ -302,7 +302,7 @@ def test_what_a_bound_left_over_is_not_said_to_be_ruled_out(monkeypatch) -> None
 
 def _asked_at(folder: Path, weight: torch.Tensor, of_file: float, planned: float) -> dict[Recipe, float]:
     unit, allowed = Unit("w", tuple(weight.shape), "float32", "up", 1), methods.method_families(None)
-    with WorkDir(folder, {}) as work:
+    with WorkDir(folder, {"tool": "1", "checkpoint": "2"}) as work:
         known = machine("cpu", None, None, 1)
         encoder = Encoder(work, lambda name: weight, Statistics(None), "x", None, known, bits=of_file)
         return {c.recipe: c.loss for c in encoder.at_few_bits(unit, allowed, planned)}
