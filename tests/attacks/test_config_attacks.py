@@ -110,6 +110,25 @@ def test_a_model_beyond_its_tensors_is_refused(made: Callable[..., Path], name: 
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("key", ["depths", "stage_num_blocks", "num_block_repeats", "numb_of_layers"])
+def test_counts_of_a_list_are_bounded_together(made: Callable[..., Path], key: str) -> None:
+    """Each of 90,000 depths was allowed, and a constructor made a table of their sum."""
+    config = {
+        "architectures": ["BitModel"],
+        "model_type": "bit",
+        "embedding_size": 8,
+        "hidden_sizes": [16] * 4,
+    }
+    with pytest.raises(
+        CorruptError, match=f"says '{key}' is 4194304 in all, and its tensors allow 1024 at most"
+    ):
+        load(made({**config, key: [1024] * 4096}))
+
+
+def test_layers_that_a_list_names_are_not_counted(made: Callable[..., Path]) -> None:
+    load(made({**LLAMA, "moe_layers": list(range(100)), "num_attention_heads_per_layer": [64] * 100}))
+
+
 RAW = {
     "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "nested 1,000 deep": b'{"a":' * 1000 + b"1" + b"}" * 1000,
