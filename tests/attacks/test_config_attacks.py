@@ -342,6 +342,20 @@ UNNAMED: dict[str, dict[str, Any]] = {
         "architectures": ["FNetModel"], "model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1,
         "use_tpu_fourier_optimizations": True, "tpu_short_seq_length": 65536,
     },
+    "a stacked grid, which takes no memory before": {
+        "architectures": ["Swinv2Model"], "model_type": "swinv2", "embed_dim": 16, "depths": [1], "num_heads": [2],
+        "image_size": 65536, "patch_size": 1, "window_size": 65536,
+    },
+    "a grid of anchors": {
+        "architectures": ["RTDetrForObjectDetection"], "model_type": "rt_detr", "d_model": 32, "encoder_hidden_dim": 32,
+        "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "num_queries": 4, "anchor_image_size": [65536, 65536], "feat_strides": [1, 1, 1],
+        "encoder_in_channels": [16] * 3, "decoder_in_channels": [32] * 3,
+        "backbone_config": {
+            "model_type": "rt_detr_resnet", "depths": [1] * 4, "hidden_sizes": [16] * 4, "embedding_size": 8,
+            "out_features": ["stage2", "stage3", "stage4"], "layer_type": "basic",
+        },
+    },
     "positions": {
         "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,
     },
