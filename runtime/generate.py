@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
 from nstf.runtime.tokenizing import Decoder, apply_template, check_length, encode
@@ -41,7 +41,8 @@ def stream(
     processes: its ranks must take the same number of steps, so they go on to the end and the rest is dropped.
 
     Raises UsageError for a prompt that is empty or far too long, or values out of range, UnsupportedError for a model that
-    generates no text. An error inside the model is raised here, after the pieces that came before it.
+    generates no text. An error inside the model is raised here, after the pieces that came before it: as UsageError where
+    the text is longer than the model's context, which some models run nonetheless.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise UsageError(
@@ -57,8 +58,8 @@ def stream(
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     with usual_thread():  # a tokenizer makes its ids on the process's default device
-        inputs = _inputs(tokenizer, prompt, chat, _positions(model)).to(model.device)
-    _warn_beyond_positions(model, inputs.shape[-1], max_new_tokens)
+        inputs = _inputs(tokenizer, prompt, chat, _context(model)).to(model.device)
+    _warn_beyond_context(model, inputs.shape[-1], max_new_tokens)
     streamer = _streamer(tokenizer, stops)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     drawn = (
@@ -102,28 +103,62 @@ def stream(
         error = failure.get()
         if isinstance(error, RuntimeError) and "probability tensor" in str(error):
             raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
+        _blame_length(error, _context(model), inputs.shape[-1], streamer.tokens)
         raise error
 
 
-def _positions(model: Any) -> int | None:
-    """Positions of a model's text, where it states them."""
+# How configs name the tokens that a text, or a prompt, may have: most; LED; MPT.
+_CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_seq_len")
+
+
+def _context(model: Any) -> int | None:
+    """Tokens of a model's text, or of an encoder-decoder's prompt, where it states them."""
     config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return None  # prompt and answer have positions of their own
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    found = getattr(text, "max_position_embeddings", None)
+    text = None
+    if _answers_apart(config):
+        text = getattr(config, "encoder", None) or getattr(config, "text_encoder", None)
+    if text is None and hasattr(config, "get_text_config"):
+        try:
+            text = config.get_text_config()
+        except ValueError:  # of several parts
+            return None
+    found = (getattr(text, name, None) for name in _CONTEXTS)
     # XLNet states -1: it has no limit.
-    return found if isinstance(found, int) and found > 0 else None
+    return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
-def _warn_beyond_positions(model: Any, prompt_tokens: int, new_tokens: int) -> None:
-    """One line where a text would be longer than the model's positions: what follows them is seldom text."""
-    positions = _positions(model)
-    if positions is not None and prompt_tokens + new_tokens > positions:
+def _answers_apart(config: Any) -> bool:
+    """Whether prompt and answer have positions of their own."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _warn_beyond_context(model: Any, prompt_tokens: int, new_tokens: int) -> None:
+    """One line where a text would be longer than the model's context: what follows it is seldom text."""
+    context = None if _answers_apart(getattr(model, "config", None)) else _context(model)
+    if context is not None and prompt_tokens + new_tokens > context:
         _log.warning(
             "%d tokens of prompt and %d new ones are more than the model's %d positions: beyond them it may be no text",
-            prompt_tokens, new_tokens, positions,
+            prompt_tokens, new_tokens, context,
         )  # fmt: skip
+
+
+def _blame_length(error: BaseException, context: int | None, prompt_tokens: int, tokens: int) -> None:
+    """Raises UsageError where a model failed at a token beyond its context; ours, and where memory ended, are not for that.
+
+    tokens: those of the text so far, the prompt's included unless the answer has positions of its own.
+    """
+    if context is None or max(prompt_tokens, tokens) <= context:
+        return
+    memory = out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)
+    if memory or isinstance(error, NstfError) or not isinstance(error, Exception):
+        return
+    if prompt_tokens > context:
+        raise UsageError(
+            f"the prompt has {prompt_tokens} tokens, and the model's context is {context}: shorten it"
+        ) from error
+    raise UsageError(
+        f"the text has {tokens} tokens, and the model's context is {context}: ask for fewer new ones"
+    ) from error
 
 
 class _Left(Exception):
@@ -131,7 +166,7 @@ class _Left(Exception):
 
 
 def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
-    """transformers' streamer, which ends the generation at a stop string, or once its `left` is set.
+    """transformers' streamer, which counts tokens and ends the generation at a stop string, or once its `left` is set.
 
     Stop strings are found in the generating thread: ranks of a divided model see the same tokens and stop at the same one.
     """
@@ -141,10 +176,12 @@ def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
 
     class Streamer(TextIteratorStreamer):  # type: ignore[misc]
         left = False
+        tokens = 0
 
         def put(self, value: Tensor) -> None:
             if self.left:
                 raise _Left
+            self.tokens += value.numel()
             super().put(value)
 
         def abandon(self) -> None:
@@ -164,11 +201,11 @@ def _streamer(tokenizer: Any, stops: Sequence[str]) -> Any:
     return Streamer(Decoder(tokenizer), skip_prompt=True, skip_special_tokens=True)
 
 
-def _inputs(tokenizer: Any, prompt: str, chat: bool, positions: int | None) -> Tensor:
+def _inputs(tokenizer: Any, prompt: str, chat: bool, context: int | None) -> Tensor:
     """Token ids [1, tokens]."""
     library = getattr(tokenizer, "backend_tokenizer", None)
-    if positions is not None and library is not None:
-        check_length(prompt, positions, library.get_vocab)
+    if context is not None and library is not None:
+        check_length(prompt, context, library.get_vocab)
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError("this tokenizer has no chat template: give it a plain text")

@@ -153,6 +153,8 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
                 _check_type(item, where, key)
                 _check(item, limits, where, f"{path}.{key}" if path else str(key), depth + 1, seen)
     elif isinstance(value, list | tuple):
+        if _is_counts(path):
+            _check_sum(value, limits, where, path)
         for item in value:
             _check(item, limits, where, path, depth + 1, seen)
     elif type(value) in (int, float):
@@ -164,9 +166,32 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
             )
 
 
+def _words(path: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", path.rpartition(".")[2].lower()))
+
+
+def _is_counts(path: str) -> bool:
+    """Whether a list under a key says how often something is made at each place; others name layers (`moe_layers`)."""
+    words = _words(path)
+    return bool(
+        words & {"depth", "depths", "repeats"}
+        or (words & {"blocks", "layers"} and words & {"num", "numb", "n", "per"})
+    )
+
+
+def _check_sum(counts: Any, limits: Limits, where: object, path: str) -> None:
+    """Raises CorruptError for counts each of which may be true, and not all."""
+    together = sum(n for n in counts if type(n) is int and n > 0)
+    if together > limits.count:
+        raise CorruptError(
+            f"{where}: its config.json says {short(path)} is {together} in all, and its tensors allow {limits.count} "
+            "at most; the file is damaged or was made to do harm, do not use it"
+        )
+
+
 def _most(path: str, limits: Limits) -> float:
     """The largest number that may stand under a key."""
-    words = set(re.split(r"[^a-z0-9]+", path.rpartition(".")[2].lower()))
+    words = _words(path)
     if words & {"layers", "layer"} and not words & {"id", "ids", "dim", "size", "theta", "rate"}:
         return max(LEAST_COUNT, limits.tensors)
     if "labels" in words:

@@ -110,6 +110,25 @@ def test_a_model_beyond_its_tensors_is_refused(made: Callable[..., Path], name: 
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("key", ["depths", "stage_num_blocks", "num_block_repeats", "numb_of_layers"])
+def test_counts_of_a_list_are_bounded_together(made: Callable[..., Path], key: str) -> None:
+    """Each of 90,000 depths was allowed, and a constructor made a table of their sum."""
+    config = {
+        "architectures": ["BitModel"],
+        "model_type": "bit",
+        "embedding_size": 8,
+        "hidden_sizes": [16] * 4,
+    }
+    with pytest.raises(
+        CorruptError, match=f"says '{key}' is 4194304 in all, and its tensors allow 1024 at most"
+    ):
+        load(made({**config, key: [1024] * 4096}))
+
+
+def test_layers_that_a_list_names_are_not_counted(made: Callable[..., Path]) -> None:
+    load(made({**LLAMA, "moe_layers": list(range(100)), "num_attention_heads_per_layer": [64] * 100}))
+
+
 RAW = {
     "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "nested 1,000 deep": b'{"a":' * 1000 + b"1" + b"}" * 1000,
@@ -322,6 +341,20 @@ UNNAMED: dict[str, dict[str, Any]] = {
     "a Fourier transform's matrix": {
         "architectures": ["FNetModel"], "model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1,
         "use_tpu_fourier_optimizations": True, "tpu_short_seq_length": 65536,
+    },
+    "a stacked grid, which takes no memory before": {
+        "architectures": ["Swinv2Model"], "model_type": "swinv2", "embed_dim": 16, "depths": [1], "num_heads": [2],
+        "image_size": 65536, "patch_size": 1, "window_size": 65536,
+    },
+    "a grid of anchors": {
+        "architectures": ["RTDetrForObjectDetection"], "model_type": "rt_detr", "d_model": 32, "encoder_hidden_dim": 32,
+        "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "num_queries": 4, "anchor_image_size": [65536, 65536], "feat_strides": [1, 1, 1],
+        "encoder_in_channels": [16] * 3, "decoder_in_channels": [32] * 3,
+        "backbone_config": {
+            "model_type": "rt_detr_resnet", "depths": [1] * 4, "hidden_sizes": [16] * 4, "embedding_size": 8,
+            "out_features": ["stage2", "stage3", "stage4"], "layer_type": "basic",
+        },
     },
     "positions": {
         "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,

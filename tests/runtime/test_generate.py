@@ -14,7 +14,7 @@ from transformers import BartConfig, LlamaConfig, PretrainedConfig, XLNetConfig
 
 import nstf.runtime
 from nstf.errors import NstfError, UnsupportedError, UsageError
-from nstf.runtime.generate import _warn_beyond_positions
+from nstf.runtime.generate import _warn_beyond_context
 
 
 def tokenizer_files(chat: bool = False) -> dict[str, bytes]:
@@ -215,5 +215,5 @@ def test_config_of_the_tokenizer_is_not_code(tiny: ModuleType, tmp_path: Path) -
 def test_positions_are_warned_of_where_the_model_has_a_limit(
     config: PretrainedConfig, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _warn_beyond_positions(SimpleNamespace(config=config), 10, 8)
+    _warn_beyond_context(SimpleNamespace(config=config), 10, 8)
     assert ("more than the model's 16 positions" in caplog.text) is warned

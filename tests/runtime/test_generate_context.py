@@ -1,0 +1,139 @@
+"""Prompts that are longer than a model's context: refused where they must be, and run where the model runs them."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    EncoderDecoderConfig,
+    LEDConfig,
+    MptConfig,
+    MptForCausalLM,
+    MusicgenConfig,
+    PretrainedConfig,
+    T5Config,
+)
+
+import nstf.runtime
+from nstf.errors import UsageError
+from nstf.runtime.generate import _context, _warn_beyond_context
+from nstf_convert.cli import run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_generate import tokenizer_files
+
+CONTEXT = 16
+SIDE = {
+    f"{side}_{key}": n
+    for side in ("encoder", "decoder")
+    for key, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+}
+BART = BartConfig(
+    vocab_size=100, d_model=32, max_position_embeddings=CONTEXT, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    decoder_start_token_id=2, forced_eos_token_id=None, **SIDE,
+)  # fmt: skip
+MPT = MptConfig(vocab_size=100, d_model=32, n_heads=2, n_layers=1, max_seq_len=CONTEXT, expansion_ratio=1)
+
+
+def of(name: str, tiny: ModuleType) -> Any:
+    torch.manual_seed(0)
+    if name == "bart":
+        return BartForConditionalGeneration(BART)
+    return MptForCausalLM(MPT) if name == "mpt" else tiny.new_model("GPT2LMHeadModel", n_positions=CONTEXT)
+
+
+@pytest.fixture(params=["bart", "mpt", "gpt2"])
+def path(request: pytest.FixtureRequest, tiny: ModuleType, tmp_path: Path) -> Path:
+    found: Path = tiny.write(tmp_path, of(request.param, tiny).eval(), tokenizer_files())
+    return found
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenised(path: Path) -> None:
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    with pytest.raises(UsageError, match="2999 characters, and the model's 16 tokens"):
+        next(nstf.runtime.stream(model, tokenizer, "w5 " * 999 + "w5"))
+
+
+def test_a_prompt_that_the_model_cannot_run_is_wrong_use(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was the file's fault, or nobody's."""
+    expected = "the prompt has 17 tokens, and the model's context is 16"
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    with pytest.raises(UsageError, match=expected):
+        list(nstf.runtime.stream(model, tokenizer, "w5 " * 17, 2))
+    assert run(["generate", str(path), "w5 " * 17, "--max-new-tokens", "2"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_text_that_outgrows_the_context_is_wrong_use(path: Path) -> None:
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    model.generation_config.eos_token_id = None
+    with pytest.raises(UsageError, match="text has 17 tokens, and the model's context is 16"):
+        list(nstf.runtime.stream(model, tokenizer, "w5 w7", 40))
+
+
+def test_a_model_that_runs_a_longer_prompt_runs_it(tiny: ModuleType, tmp_path: Path) -> None:
+    path = tiny.write(
+        tmp_path, tiny.new_model("Qwen3ForCausalLM", max_position_embeddings=CONTEXT), tokenizer_files()
+    )
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    model.generation_config.eos_token_id = None
+    assert "".join(nstf.runtime.stream(model, tokenizer, "w5 " * 17, 3))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("can't allocate memory")])
+def test_another_failure_keeps_its_class(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(model, "generate", fail)
+    with pytest.raises(type(error)):
+        list(nstf.runtime.stream(model, tokenizer, "w5 " * 17))
+
+
+def test_a_failure_inside_the_context_keeps_its_class(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("another")
+
+    monkeypatch.setattr(model, "generate", fail)
+    with pytest.raises(RuntimeError, match="another"):
+        list(nstf.runtime.stream(model, tokenizer, "w5", 40))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BART, 16),
+        (MPT, 16),
+        (LEDConfig(max_encoder_position_embeddings=64, max_decoder_position_embeddings=16), 64),
+        (
+            EncoderDecoderConfig.from_encoder_decoder_configs(
+                BertConfig(max_position_embeddings=64), BertConfig(max_position_embeddings=16)
+            ),
+            64,
+        ),
+        (T5Config(), None),
+        (MusicgenConfig(text_encoder={"model_type": "t5"}, audio_encoder={"model_type": "encodec"}, decoder={}), None),
+    ],
+    ids=lambda x: type(x).__name__,
+)  # fmt: skip
+def test_the_context_of_a_prompt(config: PretrainedConfig, expected: int | None) -> None:
+    assert _context(SimpleNamespace(config=config)) == expected
+
+
+def test_prompt_and_answer_of_an_encoder_decoder_are_not_summed(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_beyond_context(SimpleNamespace(config=BART), 10, 8)
+    assert not caplog.records
