@@ -196,7 +196,8 @@ def _most(path: str, limits: Limits) -> float:
         return max(LEAST_COUNT, limits.tensors)
     if "labels" in words:
         return min(MAX_LABELS, max(LEAST_COUNT, limits.dimension))
-    if words & _COUNTS and not words & {"dim", "size", "theta", "rate"}:
+    # Points of training are drawn from a mask (Mask2Former).
+    if words & _COUNTS and not words & {"channels", "dim", "size", "theta", "rate", "train"}:
         return limits.count
     if words & _SIZES and not words & _FREE:
         return limits.size

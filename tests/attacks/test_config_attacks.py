@@ -129,6 +129,13 @@ def test_layers_that_a_list_names_are_not_counted(made: Callable[..., Path]) -> 
     load(made({**LLAMA, "moe_layers": list(range(100)), "num_attention_heads_per_layer": [64] * 100}))
 
 
+@pytest.mark.parametrize(
+    "key", ["train_num_points", "head_out_channels"]
+)  # Mask2Former's, and of PP-OCR's recognisers
+def test_numbers_of_default_configs_that_count_nothing_are_taken(made: Callable[..., Path], key: str) -> None:
+    load(made({**LLAMA, key: 12_544}))
+
+
 RAW = {
     "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "nested 1,000 deep": b'{"a":' * 1000 + b"1" + b"}" * 1000,
