@@ -17,8 +17,11 @@ ROWS = 256
 MOST_TIMES, ALWAYS_BYTES = 256, 64 << 20
 # Text of rows that are made at a time, and of a single one.
 BATCH_BYTES, ROW_BYTES = 64 << 20, 256 << 20
-# What an entry of a list takes beside its text, a null too.
-ENTRY_BYTES = 64
+# What an entry of a list takes beside its text, a null too; a struct, a dict of Python, and each of its fields beside its
+# name, which pyarrow 15 makes anew for every entry; an entry of a map, a tuple and two values.
+ENTRY_BYTES, STRUCT_BYTES, FIELD_BYTES, PAIR_BYTES = 64, 192, 128, 192
+# What pyarrow calls the kinds of lists; the last two came with 16.
+LISTS = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 # Rows that are read of a file of fewer bytes: 2,600 bytes can hold 2^30 nulls.
 ALWAYS_ROWS = 1 << 22
 
@@ -84,14 +87,14 @@ def _unpacked(rows: Any) -> int:
         largest = compute.max(compute.binary_length(rows.dictionary)).as_py() if len(rows.dictionary) else 0
         return len(rows) * int(largest or 0)
     if types.is_struct(kind):
-        return sum(_unpacked(part) for part in rows.flatten())
+        each = STRUCT_BYTES + sum(FIELD_BYTES + len(field.name) for field in kind)
+        return len(rows) * each + sum(_unpacked(part) for part in rows.flatten())
     if types.is_map(kind):
         first = rows.offsets[0].as_py()
         count = int(rows.offsets[-1].as_py() - first)
         entries = (part.slice(first, count) for part in (rows.keys, rows.items))
-        return ENTRY_BYTES * count + sum(map(_unpacked, entries))
-    if any(is_kind(kind) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list,
-                                         types.is_list_view, types.is_large_list_view)):  # fmt: skip
+        return PAIR_BYTES * count + sum(map(_unpacked, entries))
+    if any(getattr(types, f"is_{name}", lambda _: False)(kind) for name in LISTS):
         entries = rows.flatten()
         return ENTRY_BYTES * len(entries) + _unpacked(entries)
     if isinstance(kind, pyarrow.BaseExtensionType):

@@ -31,7 +31,7 @@ def allowed_root(folder: Path) -> Path:
 def member(folder: Path, name: object, named_by: str) -> Path:
     """The path of file `name` of `folder`, when that is a bare file name that stays inside.
 
-    Raises CorruptError.
+    Raises CorruptError; NstfError where it cannot be looked up.
     """
     if not isinstance(name, str) or not is_bare_name(name):
         raise CorruptError(
@@ -63,9 +63,7 @@ def check_path(path: str | Path) -> None:
     except OSError as error:
         if no_place(error):
             raise UsageError(f"{path}: nothing can lie there ({error.strerror}); check the path") from error
-        raise NstfError(
-            f"{path}: cannot be looked up ({error.strerror}); check permissions and disk"
-        ) from error
+        raise _not_looked_up(path, error) from error
     except ValueError as error:  # a NUL, or half of a pair of surrogates
         raise UsageError(f"{str(path)!a}: no file can have such a name") from error
 
@@ -79,11 +77,21 @@ def expanded(path: str | Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at a path; not where no file can be called so (too long a name)."""
+    """Whether there is something at a path; not where no file can be called so (too long a name). Raises NstfError where the
+    machine does not say: in a folder that may not be searched, or behind a link into one."""
     try:
-        return path.exists()
-    except (OSError, ValueError):
+        path.stat()
+    except (FileNotFoundError, ValueError):
         return False
+    except OSError as error:
+        if no_place(error):
+            return False
+        raise _not_looked_up(path, error) from error
+    return True
+
+
+def _not_looked_up(path: str | Path, error: OSError) -> NstfError:
+    return NstfError(f"{path}: cannot be looked up ({error.strerror}); check permissions and disk")
 
 
 def is_listed(folder: Path, name: str) -> bool:

@@ -20,7 +20,7 @@ from nstf_convert.checkpoint.source import Source, TensorInfo
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-# Bytes that tensors of a file may take beyond what it stores.
+# Bytes that tensors of a checkpoint, all its shards together, may take beyond what it stores.
 MOST_REPEATED = 64 << 20
 
 
@@ -85,9 +85,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise CorruptError(
             f"{path} cannot be read as PyTorch weights ({text[:120]}); download it again"
         ) from error
-    tensors = _tensors(data, path)
-    _check_repeats(tensors, path)
-    return tensors
+    return _tensors(data, path)
 
 
 def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
@@ -107,13 +105,13 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
     return dict(data)
 
 
-def _check_repeats(tensors: dict[str, Tensor], path: Path) -> None:
-    """Strides of 0, and views that overlap, make any size of a few bytes: a mask or a scalar may, a file of nothing else
-    may not."""
+def _check_repeats(tensors: dict[str, tuple[Tensor, Path]]) -> None:
+    """Strides of 0, and views that overlap, make any size of a few bytes: a mask or a scalar may, a
+    checkpoint of nothing else may not."""
     repeated = 0
     views: set[tuple[Any, ...]] = set()
     left: dict[int, int] = {}  # bytes of each storage that no view stands for yet
-    for name, tensor in tensors.items():
+    for name, (tensor, path) in tensors.items():
         if (view := _view(tensor)) in views:
             continue
         views.add(view)
@@ -144,6 +142,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _source(tensors: dict[str, tuple[Tensor, Path]]) -> Source:
+    _check_repeats(tensors)
     infos = {
         name: TensorInfo.of(tuple(t.shape), str(t.dtype).removeprefix("torch."))
         for name, (t, _) in tensors.items()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
 
     def stat(path: Any, *how: Any, **more: Any) -> os.stat_result:
-        if not isinstance(path, int) and folder in Path(os.fsdecode(path)).parents:
+        followed = os.path.realpath if more.get("follow_symlinks", True) else os.path.abspath
+        if not isinstance(path, int) and folder in Path(followed(os.fsdecode(path))).parents:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *how, **more)
 
@@ -90,6 +92,18 @@ def test_nor_is_a_model_of_such_a_folder_said_to_hold_nothing(
     monkeypatch.setattr(Path, "iterdir", _denied)
     with pytest.raises(NstfError, match=r"locked: cannot be read \(Permission denied\)"):
         open_checkpoint(locked)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_nor_is_a_link_into_such_a_folder_said_to_dangle(locked: Path, tmp_path: Path, name: str) -> None:
+    """A cache of the hub whose blobs may not be searched was said to be damaged, with exit code 5."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("../locked/blob")
+    with pytest.raises(NstfError, match=rf"{name}: cannot be looked up \(Permission denied\)") as error:
+        nstf_convert.convert(folder, output=tmp_path / "o.nstf", budget=0.5)
+    assert error.value.exit_code == 1
 
 
 def _denied(path: Path) -> Any:

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,41 @@ def test_a_row_of_many_empty_turns_is_refused(tmp_path: Path, monkeypatch: pytes
     path = written(tmp_path / "x.parquet", "messages", [[{"role": "", "content": ""}] * 20_000])
     with pytest.raises(UsageError, match=r"one row may unpack to \d+ bytes; divide it"):
         list(load_text(path))
+
+
+TEXTS = pyarrow.array([f"ab{i}" for i in range(500)])
+ENTRIES = {
+    **{f"{n} fields": pyarrow.StructArray.from_arrays([TEXTS] * n, [f"k{i}" for i in range(n)])
+       for n in (1, 2, 6, 11, 22, 43, 86, 171)},
+    "nulls": pyarrow.StructArray.from_arrays(
+        [pyarrow.nulls(500, pyarrow.string())] * 90, [f"k{i}" for i in range(90)]
+    ),
+    "no fields": pyarrow.array([{}] * 500, pyarrow.struct([])),
+    "pairs": pyarrow.MapArray.from_arrays(range(501), TEXTS, TEXTS),
+    "one map": pyarrow.MapArray.from_arrays([0] * 500 + [500], TEXTS, TEXTS),
+    "texts": TEXTS,
+    "lists": pyarrow.ListArray.from_arrays([0] * 501, TEXTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_no_row_takes_more_memory_than_it_is_said_to(kind: str) -> None:
+    """A struct and its fields counted nothing: 35 KB of 150 fields took 2.2 GB."""
+    row = pyarrow.ListArray.from_arrays([0, len(ENTRIES[kind])], ENTRIES[kind])
+    row.to_pylist()
+    tracemalloc.start()
+    values = row.to_pylist()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(values[0]) == 500
+    assert taken <= parquet_values._unpacked(row) <= 4 * taken + 65536
+
+
+def test_lists_are_read_by_a_pyarrow_without_list_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They came with pyarrow 16; 15 is allowed."""
+    monkeypatch.delattr(pyarrow.types, "is_list_view")
+    monkeypatch.delattr(pyarrow.types, "is_large_list_view")
+    path = written(tmp_path / "x.parquet", "messages", [[{"role": "user", "content": "hello"}]] * 5)
+    assert list(load_text(path)) == ["hello"] * 5

@@ -270,10 +270,13 @@ def convolution_layers(session: Session) -> dict[str, Layer]:
     name, size = shape
     if session.options.image_size is not None and len(size) == 3:
         size = (size[0], session.options.image_size, session.options.image_size)
+    skeleton = build_skeleton(session.model.config)
     with torch.device("meta"):
-        found = layers_of(build_skeleton(session.model.config), {name: torch.empty(1, *size)})
-    stored = {p: session.model.stored_name(p) for p in found}
-    return {stored[p]: layer for p, layer in found.items() if stored[p] in session.units}
+        found = layers_of(skeleton, {name: torch.empty(1, *size)})
+    # A weight that is computed of others (weight normalisation, as wav2vec2's) is no parameter, and none is stored.
+    parameters = {p for p, _ in skeleton.named_parameters(remove_duplicate=False)}
+    stored = {p: session.model.stored_name(p) for p in found if p in parameters}
+    return {name: found[p] for p, name in stored.items() if name in session.units}
 
 
 def _input_shape(session: Session) -> tuple[str, tuple[int, ...]] | None:

@@ -141,6 +141,11 @@ class WorkDir:
                         f"{folder} is no folder, where results are kept: remove it, or choose another work directory"
                     )
         except BaseException:
+            if self._own_lock and not os.path.lexists(
+                path / "job.json"
+            ):  # the next run would take it for the user's
+                with contextlib.suppress(OSError):
+                    (path / "lock").unlink()
             self.close()
             raise
 
@@ -156,7 +161,8 @@ class WorkDir:
                 f"work directory {self.path} cannot be made ({error.strerror}): choose another one"
             ) from error
         with disk_errors(self.path / "lock"):
-            return _lock_file(self.path / "lock")
+            file, self._own_lock = _lock_file(self.path / "lock")
+        return file
 
     def __enter__(self) -> "WorkDir":
         return self
@@ -175,7 +181,8 @@ class WorkDir:
         if self.useless:  # while the lock is held: the next run's results are not ours to remove
             with contextlib.suppress(OSError):
                 self._clear()
-                (self.path / "lock").unlink()
+                if self._own_lock:
+                    (self.path / "lock").unlink()
                 self.path.rmdir()
         self._lock.close()
 
@@ -200,8 +207,10 @@ class WorkDir:
         found = self._found_job(file)
         if found is None:
             self._check_foreign()
-        elif restart:
-            self._clear()
+        else:
+            self._own_lock = True
+            if restart:
+                self._clear()
         if found is None or restart:
             write_json(file, {**job, NAMES: self._names})
             return
@@ -372,15 +381,24 @@ def _drop(folder: Path) -> None:
                 each.rmdir()
 
 
-def _lock_file(path: Path) -> IO[str]:
-    """The open file of a lock. Raises UsageError where something else has its name: opening a pipe would wait for ever."""
+def _lock_file(path: Path) -> tuple[IO[str], bool]:
+    """The open file of a lock, and whether it was made just now. Raises UsageError where something else has its name:
+    opening a pipe would wait for ever, and ours are empty."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder, so nothing can be locked by it: choose another work directory")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    how, made = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, True
+    try:
+        descriptor = os.open(path, how | os.O_EXCL, 0o666)
+    except FileExistsError:
+        descriptor, made = os.open(path, how, 0o666), False
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
         os.close(descriptor)
-        raise UsageError(f"{path} is no file, so nothing can be locked by it: choose another work directory")
-    return os.fdopen(descriptor, "w")
+        what = "holds something" if stat.S_ISREG(found.st_mode) else "is no file"
+        raise UsageError(
+            f"{path} {what}, so it is no lock of ours: move it, or choose another work directory"
+        )
+    return os.fdopen(descriptor, "w"), made
 
 
 def remove(path: Path) -> None:

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
+from nstf.runtime import load
 from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.calibrate import gradients, make
 from nstf_convert.pipeline.calibrate.checked import check_given
@@ -38,6 +41,18 @@ WHISPER = {
     "max_source_positions": 50,
     "begin_suppress_tokens": None,
 }
+WAV2VEC2 = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "conv_dim": (32, 32),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +62,6 @@ def as_of_large_models(monkeypatch) -> None:
 
 
 def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any]) -> Path:
-    import transformers
-
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(getattr(transformers, config)(**arguments))
     model.save_pretrained(folder)
@@ -59,7 +72,7 @@ def saved(folder: Path, architecture: str, config: str, arguments: dict[str, Any
 def chosen(options, tmp_path):
     """Makes ConvertOptions for a model without a dataset, of few and short windows."""
     settings = {"datasets": (), "samples": 4, "seq_len": 16}
-    return lambda folder, **changes: options(("ratio", 0.9), model=str(folder), **settings, **changes)
+    return lambda folder, **changes: options(("ratio", 0.9), model=str(folder), **{**settings, **changes})
 
 
 @pytest.fixture
@@ -123,3 +136,23 @@ def test_layer_that_runs_several_times_sees_all_its_inputs(tmp_path, layers) -> 
     hessians = TensorFile(tmp_path / "c").metadata["hessians"]
     key = next(k for k in hessians if k.endswith("ffn"))
     assert hessians[key]["tokens"] == 3 * 16 * layers
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM"])
+def test_a_weight_that_is_computed_of_others_is_converted_and_runs(kind, chosen, tmp_path) -> None:
+    """The convolution of positions has its weight from a magnitude and a direction: pricing it was a KeyError."""
+    folder = saved(tmp_path / "m", f"{kind}ForCTC", f"{kind}Config", WAV2VEC2)
+    sound = torch.randn(24, 800)
+    save_file({"input_values": sound}, tmp_path / "sound.safetensors")
+    made = convert(
+        chosen(folder, work_dir=tmp_path / "work", datasets=(str(tmp_path / "sound.safetensors"),))
+    )
+    original, loaded = getattr(transformers, f"{kind}ForCTC").from_pretrained(folder), load(made.output)
+    positions: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
+    with torch.no_grad():
+        for model in (original.eval(), loaded):
+            positions.append(model.base_model.encoder.pos_conv_embed.conv.weight)
+            logits.append(model(sound[:2]).logits)
+    assert torch.equal(*positions)
+    assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()

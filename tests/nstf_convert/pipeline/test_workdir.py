@@ -395,3 +395,35 @@ def test_nothing_is_taken_for_the_users_after_results_were_discarded(tmp_path: P
         work.discard_new()
     with WorkDir(tmp_path, {**JOB, "seed": 7}, names=NAMES) as work:
         assert not work.has(KEY)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_lock_of_the_user_stays(restart: bool, tmp_path: Path) -> None:
+    """It was opened whatever it held, and removed after success."""
+    (tmp_path / "lock").write_text("my only copy")
+    with pytest.raises(UsageError, match=r"lock holds something, so it is no lock of ours: move it"):
+        WorkDir(tmp_path, JOB, names=NAMES, restart=restart)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("lock", "my only copy")]
+
+
+def test_an_empty_lock_stays_where_no_job_is(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with WorkDir(tmp_path, JOB, names=NAMES) as work:
+        work.useless = True
+    assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_lock_beside_a_job_of_ours_goes_with_it(tmp_path: Path) -> None:
+    with WorkDir(tmp_path / "w", JOB, names=NAMES):
+        pass
+    with WorkDir(tmp_path / "w", JOB, names=NAMES) as work:
+        work.useless = True
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_folder_that_is_refused_gets_no_lock(tmp_path: Path) -> None:
+    """The next run would take it for the user's, and leave it there."""
+    (tmp_path / "calibration.safetensors").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="has the name of a result"):
+        WorkDir(tmp_path, JOB, names=NAMES)
+    assert [p.name for p in tmp_path.iterdir()] == ["calibration.safetensors"]
