@@ -59,7 +59,7 @@ LARGEST_BATCH = 64
 LARGEST_BYTES = 4
 GROUPS = shuffle.SEGMENT // shuffle.GROUP
 # Programs of four warps that a multiprocessor holds at every rate, as the compiler deals out registers; the registers with
-# which it holds one more; and the rates, in quarter bits, that would spill some thirty then (others up to six).
+# which it holds one more; and the rates, in quarter bits, that would spill some thirty then (others up to ten).
 _ROOM, _FOUR_A_UNIT, _SPILLING = 3, 128, (10, 14)
 
 
