@@ -270,8 +270,8 @@ def convolution_layers(session: Session) -> dict[str, Layer]:
     name, size = shape
     if session.options.image_size is not None and len(size) == 3:
         size = (size[0], session.options.image_size, session.options.image_size)
-    skeleton = build_skeleton(session.model.config)
     with torch.device("meta"):
+        skeleton = build_skeleton(session.model.config)  # its buffers, too
         found = layers_of(skeleton, {name: torch.empty(1, *size)})
     # A weight that is computed of others (weight normalisation, as wav2vec2's) is no parameter, and none is stored.
     parameters = {p for p, _ in skeleton.named_parameters(remove_duplicate=False)}
