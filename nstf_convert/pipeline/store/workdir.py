@@ -141,9 +141,8 @@ class WorkDir:
                         f"{folder} is no folder, where results are kept: remove it, or choose another work directory"
                     )
         except BaseException:
-            if self._own_lock and not os.path.lexists(
-                path / "job.json"
-            ):  # the next run would take it for the user's
+            # Without a job.json the next run would take it for the user's.
+            if self._own_lock and not os.path.lexists(path / "job.json"):
                 with contextlib.suppress(OSError):
                     (path / "lock").unlink()
             self.close()
