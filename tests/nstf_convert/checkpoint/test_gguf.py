@@ -162,11 +162,14 @@ def test_a_big_table_is_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytes
     assert sizes == [64] * 15 + [40]
 
 
-def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
+def with_tokenizer(path: Path) -> Path:
+    """A small Llama's file with its tokenizer inside."""
     model = tiny("LlamaForCausalLM")
-    path = write(
-        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model), tokenizer=True
-    )
+    return write(path, "llama", ggml_tensors(model, "llama"), metadata_of(model), tokenizer=True)
+
+
+def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
+    path = with_tokenizer(tmp_path / "m.gguf")
     with open_checkpoint(path) as checkpoint:
         files = checkpoint.files()
         assert checkpoint.config is not None
@@ -255,27 +258,17 @@ def test_a_header_for_one_thread_is_no_other_threads(tmp_path: Path) -> None:
 
 
 def test_files_do_not_depend_on_the_folder(tmp_path: Path) -> None:
-    model, found = tiny("LlamaForCausalLM"), []
+    found = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        path = write(
-            tmp_path / name / "m.gguf",
-            "llama",
-            ggml_tensors(model, "llama"),
-            metadata_of(model),
-            tokenizer=True,
-        )
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(with_tokenizer(tmp_path / name / "m.gguf")) as checkpoint:
             found.append((checkpoint.files(), checkpoint.fingerprint()))
     assert found[0] == found[1]
 
 
 def test_tokenizer_files_beside_a_gguf_are_not_read(tmp_path: Path) -> None:
     """Another model's took the place of the GGUF's own, in silence, and settings with code were seen by transformers."""
-    model = tiny("LlamaForCausalLM")
-    path = write(
-        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model), tokenizer=True
-    )
+    path = with_tokenizer(tmp_path / "m.gguf")
     with open_checkpoint(path) as checkpoint:
         own = checkpoint.files()
     other = json.loads(own["tokenizer.json"])
