@@ -73,10 +73,7 @@ class _Settings:
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
-        self.strict = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        self.strict = _strict()
         self.precisions: list[str] = []
         self.convolutions: bool | None = None
         self.products: str | None = None
@@ -98,10 +95,13 @@ class _Settings:
         for name, usual_flag in _FLAGS:
             _put(_BACKENDS.cuda.matmul, name, usual_flag)
         torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
+        if self.strict[0]:
+            # The function named for this imports torch's compiler, seconds before anything is done.
+            torch.set_deterministic_debug_mode("default")
 
     def put_back(self) -> None:
-        torch.use_deterministic_algorithms(self.strict[0], warn_only=self.strict[1])
+        if _strict() != self.strict:
+            torch.use_deterministic_algorithms(self.strict[0], warn_only=self.strict[1])
         torch.set_default_dtype(self.dtype)
         for (name, _), flag in zip(_FLAGS, self.flags, strict=False):
             _put(_BACKENDS.cuda.matmul, name, flag)
@@ -114,6 +114,11 @@ class _Settings:
             _put(_BACKENDS.cudnn, "allow_tf32", self.convolutions)
         for (module, _), before in reversed(list(zip(_PRECISIONS, self.precisions, strict=False))):
             _put(module, "fp32_precision", before)
+
+
+def _strict() -> tuple[bool, bool]:
+    """(whether only deterministic operations are allowed, whether others are warned of and no more)"""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _put(module: Any, name: str, value: object) -> None:

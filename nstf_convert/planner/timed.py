@@ -2,8 +2,9 @@
 
 For multipliers a and b every unit takes the option of least  loss + a bytes + b seconds  (Everett 1963). For a given b
 the least a that keeps the bytes is found by bisection, and so is the least b whose choice keeps the seconds. What both
-bounds leave over goes to the steps that gain most for their price, and an integer program with both bounds as rows
-decides anew among the options of least reduced cost.
+bounds leave over goes to the steps that gain most for their price; then one or two units at a time change, where that
+gains. What is still far from the bound that the multipliers prove is decided anew, among the options of least reduced
+cost, by an integer program with both bounds as rows.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,11 @@ _ROUNDS_BYTES = 40
 _ROUNDS_SECONDS = 24
 # Options of each unit that the integer program chooses among, by reduced cost.
 _FREE = 12
-# Where the integer program stops; the choice it starts from is mostly nearer than this already.
-_GAP = 5e-4
+# Where the integer program stops. Within a thousandth of what no choice goes below it is not asked: it takes seconds for
+# a few ten-thousandths, and losses are known to a tenth.
+_GAP, _NEAR = 5e-4, 1e-3
+# Changes of a unit that are looked at in pairs, by reduced cost: a table of 16 MB.
+_MOST_CHANGES = 1448
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,15 @@ def choose(
     fastest = _filled(table, fastest, table.seconds, check_time=False)
     if not table.fits(fastest):
         raise TooSlow(table.totals(fastest)[2] * bound_seconds, bound_seconds)
-    best, slow, a, b = _within_both(table, fastest)
+    best, a, b = _within_both(table, fastest)
     best = _better(table, best, _filled(table, best, table.loss))
     best = _better(table, best, _filled(table, fastest, table.loss))
     if exact:
-        best = _better(table, best, _program(table, best, slow, a, b))
+        best = _exchanged(table, best, a, b)
+        reduced, bound = _reduced(table, a, b)
+        loss = table.totals(best)[1]
+        if loss - bound > _NEAR * loss:
+            best = _better(table, best, _program(table, best, reduced, loss - bound))
     return [int(i) for i in best], float(a * scale)
 
 
@@ -124,12 +132,10 @@ def _least(cost: Array, other: Array) -> NDArray[np.int64]:
     return found
 
 
-def _within_both(
-    table: _Table, fastest: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], float, float]:
-    """(the best choice within both bounds, one of the last that was too slow, price of a byte, price of a second)."""
+def _within_both(table: _Table, fastest: NDArray[np.int64]) -> tuple[NDArray[np.int64], float, float]:
+    """(the best choice within both bounds, price of a byte, price of a second)."""
     low, high = -40.0, 10.0
-    best, slow = fastest, fastest
+    best = fastest
     a = b = 0.0
     for _ in range(_ROUNDS_SECONDS):
         middle = (low + high) / 2
@@ -138,8 +144,8 @@ def _within_both(
             high = middle
             best, a, b = _better(table, best, choice), price, float(np.exp(middle))
         else:
-            low, slow = middle, choice
-    return best, slow, a, b
+            low = middle
+    return best, a, b
 
 
 def _better(table: _Table, old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -179,26 +185,64 @@ def _filled(
     return choice
 
 
-def _program(
-    table: _Table, choice: NDArray[np.int64], slow: NDArray[np.int64], a: float, b: float
-) -> NDArray[np.int64]:
+def _reduced(table: _Table, a: float, b: float) -> tuple[Array, float]:
+    """(the reduced cost of each option, farther from the least of its unit than 0; what no choice within both bounds goes
+    below: Lagrange).
+
+    So a choice that is better than another by that other's distance from the bound has no option farther than this.
+    """
+    with np.errstate(invalid="ignore"):  # where there is no option: infinite sizes at no price
+        cost = table.loss + a * table.size + b * table.seconds
+    cost = np.where(np.isfinite(cost), cost, np.inf)
+    least = cost.min(axis=1)
+    return cost - least[:, None], float(least.sum()) - a * table.budget - b * table.bound
+
+
+def _exchanged(table: _Table, choice: NDArray[np.int64], a: float, b: float) -> NDArray[np.int64]:
+    """The choice after every change of one unit, or of two, that lowers the loss within both bounds, the best first."""
+    choice = choice.copy()
+    reduced, bound = _reduced(table, a, b)
+    for _ in range(4 * len(choice)):
+        size, loss, seconds = table.totals(choice)
+        unit, option = np.nonzero(reduced <= loss - bound)
+        changes = option != choice[unit]
+        unit, option = unit[changes], option[changes]
+        nearest = np.argsort(reduced[unit, option] - reduced[unit, choice[unit]], kind="stable")[
+            :_MOST_CHANGES
+        ]
+        unit, option = unit[nearest], option[nearest]
+        more, gain, slower = (
+            np.append(part[unit, option] - part[unit, choice[unit]], 0.0)  # and no second change
+            for part in (table.size, table.loss, table.seconds)
+        )
+        unit = np.append(unit, -1)
+        fits = (size + more[:, None] + more <= table.budget) & (unit[:, None] != unit)
+        fits &= seconds + slower[:, None] + slower <= table.bound
+        gains = np.where(fits, gain[:, None] + gain, 0.0)
+        pair = np.unravel_index(int(np.argmin(gains)), gains.shape)
+        if gains[pair] >= 0.0:
+            break
+        changed = choice.copy()
+        for k in (int(p) for p in pair):
+            if unit[k] >= 0:
+                changed[unit[k]] = option[k]
+        # Sums in another order: a change may fit by a rounding, or gain by one.
+        if _better(table, choice, changed) is choice:
+            break
+        choice = changed
+    return choice
+
+
+def _program(table: _Table, choice: NDArray[np.int64], reduced: Array, rest: float) -> NDArray[np.int64]:
     """The integer program (HiGHS) over the options of least reduced cost, both bounds as rows; `choice` where it ends
-    without an answer."""
+    without an answer. rest: how far the choice is from what no choice goes below."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix
 
-    with np.errstate(invalid="ignore"):  # where there is no option: infinite sizes at no price
-        reduced = table.loss + a * table.size + b * table.seconds
-    reduced = np.where(np.isfinite(reduced), reduced, np.inf)
-    least = reduced.min(axis=1)
-    # No choice that keeps both bounds loses less than this (Lagrange). So one that is better than `choice` has no option
-    # whose reduced cost is farther from its unit's least than the rest of the way.
-    bound = float(least.sum()) - a * table.budget - b * table.bound
-    rest = max(0.0, table.totals(choice)[1] - bound)
     order = np.argsort(reduced, axis=1, kind="stable")[:, :_FREE]
     pairs = {(u, int(i)) for u, i in enumerate(choice)}
     for u in range(len(choice)):
-        pairs |= {(u, int(i)) for i in order[u] if reduced[u, i] - least[u] <= rest}
+        pairs |= {(u, int(i)) for i in order[u] if reduced[u, i] <= rest}
     at = sorted(pairs)
     rows, options = np.array([u for u, _ in at]), np.array([i for _, i in at])
     ones = coo_matrix((np.ones(len(at)), (rows, range(len(at)))), shape=(len(choice), len(at)))

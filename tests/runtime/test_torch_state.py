@@ -1,6 +1,8 @@
 """What a process has set in torch is put aside, and is as it was afterwards."""
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,3 +136,13 @@ def test_what_cannot_be_set_leaves_everything_as_it_was(monkeypatch: pytest.Monk
     assert state() == before
     with usual_process():
         assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_is_put_aside_imports_no_compiler() -> None:
+    code = (
+        "import sys\nfrom nstf.runtime.torch_state import usual_process\n"
+        "with usual_process(): pass\n"
+        "print(sorted({'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

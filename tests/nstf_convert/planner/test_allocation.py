@@ -153,6 +153,50 @@ def test_less_time_costs_loss_and_never_the_bounds() -> None:
     assert losses == sorted(losses)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_change_of_one_unit_or_two_improves_an_exchanged_choice(seed: int) -> None:
+    units = _timed_units(seed, 12, 6)
+    budget = sum(sorted(o.size_bytes for o in u)[3] for u in units)
+    bound = 0.7 * allocate(units, budget).seconds
+    table, _ = timed._table(units, budget, bound)
+    fastest = timed._filled(
+        table, timed._within_bytes(table, table.seconds)[0], table.seconds, check_time=False
+    )
+    _, a, b = timed._within_both(table, fastest)
+    found = timed._exchanged(table, fastest, a, b)
+    assert table.fits(found)
+    loss = table.totals(found)[1]
+    assert loss <= table.totals(fastest)[1]
+    for u, v in itertools.combinations(range(len(units)), 2):
+        for i, j in itertools.product(range(6), repeat=2):
+            other = found.copy()
+            other[[u, v]] = i, j
+            assert not table.fits(other) or table.totals(other)[1] >= loss * (1 - 1e-9)
+
+
+def test_a_model_sized_plan_with_two_bounds_needs_no_program(monkeypatch) -> None:
+    # Units of seven shapes whose losses fall with the bytes as those of quantisers, some formats slower than others.
+    rng = random.Random(5)
+    units = []
+    for u in range(210):
+        scale, size = rng.uniform(0.5, 2.0), (100, 300, 300, 900, 900, 900, 2700)[u % 7]
+        units.append(
+            [Option(size * q // 8, scale * 4.0 ** (-q / 4) * kind, size * q * slow)
+             for q in range(8, 33) for kind, slow in ((1.0, 3.0), (1.4, 1.0))]
+        )  # fmt: skip
+    budget = sum(u[0].size_bytes for u in units) * 2
+    free = allocate(units, budget)
+    bound = 0.6 * free.seconds
+    monkeypatch.setattr("scipy.optimize.milp", lambda *args, **kwargs: pytest.fail("a program was asked"))
+    found = allocate(units, budget, bound_seconds=bound)
+    assert found.size_bytes <= budget and found.seconds <= bound
+    table, _ = timed._table(units, budget, bound)
+    _, least = timed._reduced(
+        table, *timed._within_both(table, timed._within_bytes(table, table.seconds)[0])[1:]
+    )
+    assert table.totals(np.array(found.choice))[1] * (1 - timed._NEAR) <= least
+
+
 def test_a_bound_nobody_meets_names_the_fastest_choice() -> None:
     units = [[Option(100, 1.0, 2.0), Option(200, 0.5, 1.0)], [Option(50, 1.0, 3.0)]]
     assert allocate(units, 300, bound_seconds=4.0).choice == (1, 0)
