@@ -17,7 +17,7 @@ from nstf_convert.cli.attention import chosen_pairs
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
-from nstf_convert.cli.unused import leave_out_unused
+from nstf_convert.cli.unused import before_imports
 from nstf_convert.inputs import keep_apart, keep_inputs
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def convert(
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )
-    leave_out_unused(model)
+    before_imports(model, chosen)
     with uncollected():
         from nstf_convert import pipeline
 

@@ -11,7 +11,7 @@ from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
-from nstf_convert.cli.unused import leave_out_unused
+from nstf_convert.cli.unused import before_imports
 from nstf_convert.inputs import keep_inputs
 
 
@@ -51,7 +51,7 @@ def plan(
             "--max-kl: a bound on the measured divergence needs a conversion, plan with a size such as --budget 0.5"
         )
     chosen = options.build_options(model, Path("model.nstf"), budget_texts, settings, force=True)
-    leave_out_unused(model)
+    before_imports(model, chosen)
     from nstf_convert import pipeline
 
     result = pipeline.plan(chosen)
@@ -77,7 +77,7 @@ def show_frontier(
         keep_inputs(svg, [model, *(settings["datasets"] or []), settings["calibration"]], "--svg")
         options.check_place(svg)
     chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
-    leave_out_unused(model)
+    before_imports(model, chosen)
     from nstf.runtime.artifact.atomic_file import write_whole
     from nstf_convert import pipeline
     from nstf_convert.report import frontier as report

@@ -1,14 +1,22 @@
-"""Libraries that a command leaves out because the model it opens does not need them."""
+"""What a command does before it imports large libraries: some it leaves out, which the model that it opens does not need."""
 
 import json
 from pathlib import Path
 
 from nstf.runtime.imports import NOT_FOR_TEXT, distributions_ahead, leave_out
-from nstf_convert import cli
+from nstf_convert import cli, processes
+from nstf_convert.options import ConvertOptions
 
 # Configs are kilobytes; what is larger is read, and refused, by those who open the model.
 MOST_BYTES = 1 << 20
 OTHER_INPUTS = ("vision", "image", "video", "audio")
+
+
+def before_imports(model: str, chosen: ConvertOptions) -> None:
+    """For a command that makes a plan: other processes that it may want import beside this one."""
+    leave_out_unused(model)
+    if cli.OWN_PROCESS:
+        processes.begin(model, chosen.device, chosen.threads)
 
 
 def leave_out_unused(model: str) -> None:

@@ -11,48 +11,37 @@ are Python and launches, which leave the GPU idle.
 """
 
 import logging
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from nstf.runtime.imports import left_out
+from nstf_convert import processes
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate.share import Pieces, SharedStep
 from nstf_convert.pipeline.machine import Machine, keep_within
 from nstf_convert.pipeline.progress import Peaks
 from nstf_convert.pipeline.propose.recipe import Recipe
+from nstf_convert.processes import (
+    CORES_EACH,
+    LARGEST_CHECKPOINT,
+    MOST_BESIDE,
+    SMALLEST_CHECKPOINT,
+    Started,
+)
 
 log = logging.getLogger("nstf")
 
-# Helpers beside the first process: at most so many, each for so many of the machine's cores, and what one may take of the
-# bound on the GPU's memory. Below these bounds there are none, nor for checkpoints of other sizes: smaller ones are done
-# before helpers are ready, and the matrices of larger ones keep a GPU busy.
-MOST_BESIDE, CORES_EACH, GPU_SHARE = 3, 4, 1 / 8
+# What a helper beside the first process may take of the bound on the GPU's memory; below these bounds there are none.
+GPU_SHARE = 1 / 8
 LEAST_GPU_BYTES, LEAST_HOST_BYTES = 24 << 30, 16 << 30
-SMALLEST_CHECKPOINT, LARGEST_CHECKPOINT = 64 << 20, 1 << 30
 
-# What a helper's Python runs. It does not import the user's script, which may convert without asking what it is run as, and
-# it ignores Ctrl-C from its first line on: the first process decides what an interruption means.
-START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-sys.path[:] = sys.argv[2:]
-from nstf_convert.pipeline.helping import main
-main(int(sys.argv[1]))
-"""
-
-# Which GPUs a process sees; on AMD's the first of these that is set.
-VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 GONE = "it ended"
 
 Mix = Mapping[str, Recipe]
@@ -89,13 +78,12 @@ class Rehearsal:
 @dataclass(frozen=True)
 class Start:
     """What a helper is told first. bounds: the first process's, which decide about bytes; gpu_bytes: what the helper itself
-    may take of its GPU; any_size: as in `Session`; without: libraries that the first process leaves out."""
+    may take of its GPU; any_size: as in `Session`."""
 
     options: ConvertOptions
     bounds: Machine
     gpu_bytes: int
     any_size: bool
-    without: Sequence[str]
 
 
 class Helpers:
@@ -115,7 +103,7 @@ class Helpers:
         devices = machine.devices[1:] if beside is None else (machine.device,) * beside
         share = machine.host_bytes // (1 + len(devices))
         gpu_bytes = machine.gpu_bytes if beside is None else int(GPU_SHARE * machine.gpu_bytes)
-        self._processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._processes: list[Started] = []
         self._ending: list[subprocess.Popen[bytes]] = []
         self._busy: list[Connection] = []
         self._lowered = False
@@ -127,13 +115,19 @@ class Helpers:
             alone = torch.device("cuda", 0) if device.type == "cuda" else device
             own = replace(options, device=str(alone), work_dir=folder)
             bounds = replace(machine, devices=(alone,), host_bytes=share)
-            with _seeing_only(device):
-                found = _started(Start(own, bounds, gpu_bytes, any_size, left_out()), self._beside)
+            seen = {}
+            if device.type == "cuda":
+                seen = processes.seeing_only(device.index or 0, torch.version.hip is not None)
+            found = processes.started(seen, self._beside)
             if found is None:
                 self._failed("Python cannot be started")
                 continue
+            with suppress(OSError):  # it has ended: found out with the first job
+                found[1].send(Start(own, bounds, gpu_bytes, any_size))
             self._processes.append(found)
             self._devices[found[1]] = str(device)
+        if self._beside:
+            processes.end_waiting()
 
     @property
     def count(self) -> int:
@@ -260,9 +254,7 @@ class Helpers:
             self._lowered = False
             keep_within(self._machine.gpu_bytes, self._machine.devices)
 
-    def _end(
-        self, ending: Sequence[tuple[subprocess.Popen[bytes], Connection]]
-    ) -> "list[subprocess.Popen[bytes]]":
+    def _end(self, ending: Sequence[Started]) -> "list[subprocess.Popen[bytes]]":
         """Kills processes, and gives them back to be waited for."""
         for process, connection in ending:
             if connection not in self._peaks and (taken := _host_peak(process.pid)):
@@ -284,28 +276,6 @@ def count_beside(machine: Machine, checkpoint_bytes: int) -> int:
     return max(0, min(MOST_BESIDE, machine.threads // CORES_EACH - 1))
 
 
-def _started(start: Start, quiet: bool) -> "tuple[subprocess.Popen[bytes], Connection] | None":
-    """A helper's process and the connection to it, or None where none can be started. quiet: what it would warn of, the
-    first process has said; with --debug it says it too."""
-    if not sys.executable:
-        return None
-    said = subprocess.DEVNULL if quiet and not log.isEnabledFor(logging.DEBUG) else None
-    ours, theirs = Pipe()
-    command = [sys.executable, "-c", START, str(theirs.fileno()), *sys.path]
-    try:
-        # Its stdin ends with this process.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, pass_fds=[theirs.fileno()]
-        )
-    except OSError:
-        return None
-    finally:
-        theirs.close()
-    with suppress(OSError):  # it has ended: found out with the first job
-        ours.send(start)
-    return process, ours
-
-
 def _host_peak(process: int) -> int:
     """The largest resident set of a process, in bytes; 0 where the system does not say."""
     try:
@@ -313,31 +283,3 @@ def _host_peak(process: int) -> int:
     except OSError:
         return 0
     return 0 if found is None else 1024 * int(found[1])
-
-
-@contextmanager
-def _seeing_only(device: torch.device) -> Iterator[None]:
-    """A process that starts inside has this GPU for its first and only one: what asks for the current device, as graphs and
-    compiled kernels do, gets that one in every thread."""
-    if device.type != "cuda":
-        yield
-        return
-    name = visible_name(torch.version.hip is not None, os.environ)
-    before = os.environ.get(name)
-    os.environ[name] = visible_as(device.index or 0, before)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-def visible_name(amd: bool, environment: Mapping[str, str]) -> str:
-    """The variable that says which GPUs are seen."""
-    return VISIBLE[0] if amd and VISIBLE[0] in environment else VISIBLE[1]
-
-
-def visible_as(index: int, visible: str | None) -> str:
-    """What CUDA calls the GPU that torch numbers `index` where `visible` (None: nothing) restricts what is seen."""
-    return str(index) if visible is None else visible.split(",")[index].strip()

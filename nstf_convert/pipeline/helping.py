@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from nstf.runtime.imports import leave_out
+from nstf.runtime.imports import uncollected
 from nstf_convert.pipeline.calibrate.batches import domains
 from nstf_convert.pipeline.calibrate.make import help_with
 from nstf_convert.pipeline.calibrate.share import CANDIDATES, FEW_BITS, SharedStep
@@ -27,10 +27,10 @@ def main(descriptor: int) -> None:
     """The whole of a helper. descriptor: of its end of the connection to the first process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     connection = Connection(descriptor)
+    with suppress(Exception), uncollected():  # what is wrong with it is told with the first job
+        import transformers.modeling_utils  # noqa: F401  # what every model of transformers' needs, while there is time
     with suppress(EOFError, OSError):
-        start = connection.recv()
-        leave_out(start.without)
-        serve(connection, start)
+        serve(connection, connection.recv())
 
 
 def serve(connection: Connection, start: Start) -> None:

@@ -16,7 +16,7 @@ from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline import session as sessions
 from nstf_convert.pipeline.calibrate import make
 from nstf_convert.pipeline.calibrate.share import SharedStep
-from nstf_convert.pipeline.helpers import VISIBLE, Helpers, Job, _seeing_only, count_beside, visible_name
+from nstf_convert.pipeline.helpers import Helpers, Job, count_beside
 from nstf_convert.pipeline.improve import front_to_back
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.progress import Stages
@@ -316,26 +316,6 @@ def test_a_rehearsal_needs_no_calibration_and_leaves_nothing(default_options, tm
     assert len(names) == len(shapes) >= 3
     assert all(len(found) > 5 for found in worked)
     assert list(Path(tmp_path).iterdir()) == []
-
-
-@pytest.mark.parametrize(("visible", "wanted"), [(None, "1"), ("4,5", "5"), ("GPU-a, GPU-b", "GPU-b")])
-def test_a_helper_sees_its_own_gpu_only(visible, wanted, monkeypatch) -> None:
-    if visible is None:
-        monkeypatch.delenv(VISIBLE[1], raising=False)
-    else:
-        monkeypatch.setenv(VISIBLE[1], visible)
-    with _seeing_only(torch.device("cuda", 1)):
-        assert os.environ[VISIBLE[1]] == wanted
-    assert os.environ.get(VISIBLE[1]) == visible
-
-
-def test_on_amd_the_variable_that_is_set_says_which_gpus_are_seen() -> None:
-    assert (
-        visible_name(True, {"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "0"})
-        == "HIP_VISIBLE_DEVICES"
-    )
-    assert visible_name(True, {"CUDA_VISIBLE_DEVICES": "0"}) == "CUDA_VISIBLE_DEVICES"
-    assert visible_name(False, {"HIP_VISIBLE_DEVICES": "4,5"}) == "CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,144 @@
+"""Python processes for helpers (nstf_convert.pipeline.helpers): they import what a conversion needs, then wait to be told.
+
+A command begins with those that it may need before it imports torch itself, so that all import at the same time. Begun when
+the checkpoint was open, helpers were ready when the first process had done most of their work. This is quick to import.
+"""
+
+import atexit
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from nstf.runtime.imports import left_out
+
+log = logging.getLogger("nstf")
+
+# Helpers beside the first process: at most so many, each for so many of the machine's cores. There are none for checkpoints
+# of other sizes: smaller ones are done before helpers are ready, and the matrices of larger ones keep a GPU busy.
+MOST_BESIDE, CORES_EACH = 3, 4
+SMALLEST_CHECKPOINT, LARGEST_CHECKPOINT = 64 << 20, 1 << 30
+
+# What a helper's Python runs. It does not import the user's script, which may convert without asking what it is run as, and
+# it ignores Ctrl-C from its first line on: the first process decides what an interruption means.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.path[:] = sys.argv[3:]
+from nstf.runtime.imports import distributions_ahead, leave_out
+leave_out(sys.argv[2].split())
+distributions_ahead()
+from nstf_convert.pipeline.helping import main
+main(int(sys.argv[1]))
+"""
+
+# Which GPUs a process sees; on AMD's the first of these that is set.
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+# Where Linux has a GPU of NVIDIA's, of AMD's.
+NVIDIA, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
+
+Started = tuple["subprocess.Popen[bytes]", Connection]
+
+_waiting: list[tuple[Mapping[str, str], Started]] = []
+
+
+def begin(model: str, device: str, threads: int | None) -> None:
+    """Starts the processes that a conversion may want beside this one. For a command, which leaves nothing running.
+
+    Before torch is imported nobody knows what a GPU has room for: `end_waiting` ends those that are not wanted.
+    """
+    index = re.fullmatch(r"auto|cuda(?::(\d+))?", device)
+    amd = not NVIDIA.exists()
+    if index is None or (amd and not AMD.exists()):
+        return
+    try:
+        seen = seeing_only(int(index[1] or 0), amd)
+    except IndexError:
+        return
+    if not {"", "-1"}.isdisjoint(seen.values()):
+        return
+    count = min(MOST_BESIDE, (threads or _cores()) // CORES_EACH - 1)
+    if count <= 0 or not SMALLEST_CHECKPOINT <= _weights_bytes(Path(model)) <= LARGEST_CHECKPOINT:
+        return
+    atexit.register(end_waiting)
+    for _ in range(count):
+        if (found := _start(seen, True)) is not None:
+            _waiting.append((seen, found))
+
+
+def started(seen: Mapping[str, str], quiet: bool) -> Started | None:
+    """A process and the connection to it, one that waits already if there is one; None where none can be started.
+
+    seen: what the process's environment says of the GPUs that it sees. quiet: what it would warn of, the first process has
+    said; with --debug it says it too.
+    """
+    for number, (own, found) in enumerate(_waiting):
+        if own == seen and quiet:
+            del _waiting[number]
+            return found
+    return _start(seen, quiet)
+
+
+def end_waiting() -> None:
+    """Ends the processes that nobody has taken."""
+    while _waiting:
+        process, connection = _waiting.pop()[1]
+        connection.close()
+        process.kill()
+        process.wait()
+
+
+def seeing_only(index: int, amd: bool) -> dict[str, str]:
+    """What a process's environment says so that it has the GPU that torch numbers `index` for its first and only one: what
+    asks for the current device, as graphs and compiled kernels do, gets that one in every thread. Raises IndexError where
+    fewer are seen."""
+    name = VISIBLE[0] if amd and VISIBLE[0] in os.environ else VISIBLE[1]
+    visible = os.environ.get(name)
+    return {name: str(index) if visible is None else visible.split(",")[index].strip()}
+
+
+def _start(seen: Mapping[str, str], quiet: bool) -> Started | None:
+    if not sys.executable:
+        return None
+    said = subprocess.DEVNULL if quiet and not log.isEnabledFor(logging.DEBUG) else None
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", START, str(theirs.fileno()), " ".join(left_out()), *sys.path]
+    try:
+        # Its stdin ends with this process.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **seen},
+        )
+    except OSError:
+        ours.close()
+        return None
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def _cores() -> int:
+    with suppress(AttributeError, OSError):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _weights_bytes(model: Path) -> int:
+    """The bytes of a checkpoint's weights, as far as names tell them; 0 where there is none."""
+    try:
+        if model.is_file():
+            return model.stat().st_size
+        names = [p for p in model.iterdir() if p.suffix in (".safetensors", ".bin", ".onnx")]
+        return sum(p.stat().st_size for p in names if p.is_file())
+    except (OSError, ValueError):  # a path that is none is told by who opens it
+        return 0
