@@ -2,21 +2,19 @@
 
 For multipliers a and b every unit takes the option of least  loss + a bytes + b seconds  (Everett 1963). For a given b
 the least a that keeps the bytes is found by bisection, and so is the least b whose choice keeps the seconds. What both
-bounds leave over goes to the steps that gain most for their price; then one or two units at a time change, where that
+bounds leave over goes to the steps that gain most for their price; then up to three units at a time change, where that
 gains. What is still far from the bound that the multipliers prove is decided anew, among the options of least reduced
 cost, by an integer program with both bounds as rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nstf_convert.planner.allocation import NODES, TooSlow, contained_highs
+from nstf_convert.planner.exchange import exchanged
 from nstf_convert.planner.hull import Option
-
-Array = NDArray[np.float64]
+from nstf_convert.planner.table import Array, Choice, Table, better, reduced_costs, table_of
 
 # Halvings of a multiplier's logarithm: the last changes it by less than a millionth.
 _ROUNDS_BYTES = 40
@@ -26,29 +24,6 @@ _FREE = 12
 # Where the integer program stops. Within a thousandth of what no choice goes below it is not asked: it takes seconds for
 # a few ten-thousandths, and losses are known to a tenth.
 _GAP, _NEAR = 5e-4, 1e-3
-# Changes of a unit that are looked at in pairs, by reduced cost: a table of 16 MB.
-_MOST_CHANGES = 1448
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Options as arrays [units, most options]; where a unit has fewer, entries are infinite. Losses and seconds are
-    divided by their scale, so that multipliers are comparable; sizes are bytes."""
-
-    size: Array
-    loss: Array
-    seconds: Array
-    budget: float
-    bound: float
-
-    def totals(self, choice: NDArray[np.int64]) -> tuple[float, float, float]:
-        """(bytes, loss, seconds) of a choice [units]."""
-        at = np.arange(len(choice)), choice
-        return float(self.size[at].sum()), float(self.loss[at].sum()), float(self.seconds[at].sum())
-
-    def fits(self, choice: NDArray[np.int64]) -> bool:
-        size, _, seconds = self.totals(choice)
-        return size <= self.budget and seconds <= self.bound
 
 
 def choose(
@@ -58,40 +33,24 @@ def choose(
 
     The caller has checked that the bytes suffice.
     """
-    table, scale = _table(units, budget_bytes, bound_seconds)
+    table, scale = table_of(units, budget_bytes, bound_seconds)
     fastest, _ = _within_bytes(table, table.seconds)
     fastest = _filled(table, fastest, table.seconds, check_time=False)
     if not table.fits(fastest):
         raise TooSlow(table.totals(fastest)[2] * bound_seconds, bound_seconds)
     best, a, b = _within_both(table, fastest)
-    best = _better(table, best, _filled(table, best, table.loss))
-    best = _better(table, best, _filled(table, fastest, table.loss))
+    best = better(table, best, _filled(table, best, table.loss))
+    best = better(table, best, _filled(table, fastest, table.loss))
     if exact:
-        best = _exchanged(table, best, a, b)
-        reduced, bound = _reduced(table, a, b)
+        best = exchanged(table, best, a, b)
+        reduced, bound = reduced_costs(table, a, b)
         loss = table.totals(best)[1]
         if loss - bound > _NEAR * loss:
-            best = _better(table, best, _program(table, best, reduced, loss - bound))
+            best = better(table, best, _program(table, best, reduced, loss - bound))
     return [int(i) for i in best], float(a * scale)
 
 
-def _table(units: Sequence[Sequence[Option]], budget: int, bound: float) -> tuple[_Table, float]:
-    """The options as arrays, and what losses were divided by. Seconds are divided by their bound."""
-    most = max(len(options) for options in units)
-
-    def padded(get: str) -> Array:
-        out = np.full((len(units), most), np.inf)
-        for u, options in enumerate(units):
-            out[u, : len(options)] = [getattr(o, get) for o in options]
-        return out
-
-    loss = padded("loss")
-    scale = max(float(loss[np.isfinite(loss)].sum()), 1e-300)
-    bound = max(bound, 1e-30)
-    return _Table(padded("size_bytes"), loss / scale, padded("seconds") / bound, float(budget), 1.0), scale
-
-
-def _within_bytes(table: _Table, cost: Array) -> tuple[NDArray[np.int64], float]:
+def _within_bytes(table: Table, cost: Array) -> tuple[Choice, float]:
     """(the choice of least `cost` [units, options] within the bytes up to one unit's step, the price of a byte)."""
     choice = _least(cost, table.size)
     if table.totals(choice)[0] <= table.budget:
@@ -124,15 +83,13 @@ def _within_bytes(table: _Table, cost: Array) -> tuple[NDArray[np.int64], float]
     return best, float(np.exp(high))
 
 
-def _least(cost: Array, other: Array) -> NDArray[np.int64]:
+def _least(cost: Array, other: Array) -> Choice:
     """The option of least `cost` of each unit [units, options]; of several that of least `other`, the first of those."""
-    found: NDArray[np.int64] = np.argmin(
-        np.where(cost == cost.min(axis=1, keepdims=True), other, np.inf), axis=1
-    )
+    found: Choice = np.argmin(np.where(cost == cost.min(axis=1, keepdims=True), other, np.inf), axis=1)
     return found
 
 
-def _within_both(table: _Table, fastest: NDArray[np.int64]) -> tuple[NDArray[np.int64], float, float]:
+def _within_both(table: Table, fastest: Choice) -> tuple[Choice, float, float]:
     """(the best choice within both bounds, price of a byte, price of a second)."""
     low, high = -40.0, 10.0
     best = fastest
@@ -142,24 +99,17 @@ def _within_both(table: _Table, fastest: NDArray[np.int64]) -> tuple[NDArray[np.
         choice, price = _within_bytes(table, table.loss + np.exp(middle) * table.seconds)
         if table.totals(choice)[2] <= table.bound:
             high = middle
-            best, a, b = _better(table, best, choice), price, float(np.exp(middle))
+            best, a, b = better(table, best, choice), price, float(np.exp(middle))
         else:
             low = middle
     return best, a, b
 
 
-def _better(table: _Table, old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The choice of less loss that keeps both bounds; `old` does."""
-    return new if table.fits(new) and table.totals(new)[1] < table.totals(old)[1] else old
-
-
-def _filled(
-    table: _Table, choice: NDArray[np.int64], cost: Array, check_time: bool = True
-) -> NDArray[np.int64]:
+def _filled(table: Table, choice: Choice, cost: Array, check_time: bool = True) -> Choice:
     """The choice after every change of one unit that lowers `cost` and fits what is left, the best for its price first."""
     choice, every = choice.copy(), np.arange(len(choice))
 
-    def changes(units: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+    def changes(units: Choice) -> tuple[Array, Array, Array]:
         """(bytes more, seconds more, gain for their price; none where nothing is gained) of each option of some units."""
         now = units, choice[units]
         gain = np.maximum(cost[now][:, None] - cost[units], -1.0)  # finite also where there is no option
@@ -185,55 +135,7 @@ def _filled(
     return choice
 
 
-def _reduced(table: _Table, a: float, b: float) -> tuple[Array, float]:
-    """(the reduced cost of each option, farther from the least of its unit than 0; what no choice within both bounds goes
-    below: Lagrange).
-
-    So a choice that is better than another by that other's distance from the bound has no option farther than this.
-    """
-    with np.errstate(invalid="ignore"):  # where there is no option: infinite sizes at no price
-        cost = table.loss + a * table.size + b * table.seconds
-    cost = np.where(np.isfinite(cost), cost, np.inf)
-    least = cost.min(axis=1)
-    return cost - least[:, None], float(least.sum()) - a * table.budget - b * table.bound
-
-
-def _exchanged(table: _Table, choice: NDArray[np.int64], a: float, b: float) -> NDArray[np.int64]:
-    """The choice after every change of one unit, or of two, that lowers the loss within both bounds, the best first."""
-    choice = choice.copy()
-    reduced, bound = _reduced(table, a, b)
-    for _ in range(4 * len(choice)):
-        size, loss, seconds = table.totals(choice)
-        unit, option = np.nonzero(reduced <= loss - bound)
-        changes = option != choice[unit]
-        unit, option = unit[changes], option[changes]
-        nearest = np.argsort(reduced[unit, option] - reduced[unit, choice[unit]], kind="stable")[
-            :_MOST_CHANGES
-        ]
-        unit, option = unit[nearest], option[nearest]
-        more, gain, slower = (
-            np.append(part[unit, option] - part[unit, choice[unit]], 0.0)  # and no second change
-            for part in (table.size, table.loss, table.seconds)
-        )
-        unit = np.append(unit, -1)
-        fits = (size + more[:, None] + more <= table.budget) & (unit[:, None] != unit)
-        fits &= seconds + slower[:, None] + slower <= table.bound
-        gains = np.where(fits, gain[:, None] + gain, 0.0)
-        pair = np.unravel_index(int(np.argmin(gains)), gains.shape)
-        if gains[pair] >= 0.0:
-            break
-        changed = choice.copy()
-        for k in (int(p) for p in pair):
-            if unit[k] >= 0:
-                changed[unit[k]] = option[k]
-        # Sums in another order: a change may fit by a rounding, or gain by one.
-        if _better(table, choice, changed) is choice:
-            break
-        choice = changed
-    return choice
-
-
-def _program(table: _Table, choice: NDArray[np.int64], reduced: Array, rest: float) -> NDArray[np.int64]:
+def _program(table: Table, choice: Choice, reduced: Array, rest: float) -> Choice:
     """The integer program (HiGHS) over the options of least reduced cost, both bounds as rows; `choice` where it ends
     without an answer. rest: how far the choice is from what no choice goes below."""
     from scipy.optimize import Bounds, LinearConstraint, milp
