@@ -1,4 +1,5 @@
-"""Python processes for helpers (nstf_convert.pipeline.helpers): they import what a conversion needs, then wait to be told.
+"""Python processes beside the first: helpers (nstf_convert.pipeline.helpers), which import what a conversion needs and then
+wait to be told, and one that compiles kernels.
 
 A command begins with those that it may need before it imports torch itself, so that all import at the same time. Begun when
 the checkpoint was open, helpers were ready when the first process had done most of their work. This is quick to import.
@@ -43,15 +44,19 @@ VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 # Where Linux has a GPU of NVIDIA's, of AMD's.
 NVIDIA, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
+COMPILES = "nstf.quantizers.rounding.compile_ahead"
+
 Started = tuple["subprocess.Popen[bytes]", Connection]
 
 _waiting: list[tuple[Mapping[str, str], Started]] = []
+_compiling: list[tuple[str, "subprocess.Popen[bytes]"]] = []
 
 
-def begin(model: str, device: str, threads: int | None) -> None:
+def begin(model: str, device: str, threads: int | None, bounded: bool) -> None:
     """Starts the processes that a conversion may want beside this one. For a command, which leaves nothing running.
 
-    Before torch is imported nobody knows what a GPU has room for: `end_waiting` ends those that are not wanted.
+    Before torch is imported nobody knows what a GPU has room for: `end_waiting` ends those that are not wanted. bounded:
+    whether the host's memory is; then there may be none for a compiler.
     """
     index = re.fullmatch(r"auto|cuda(?::(\d+))?", device)
     amd = not NVIDIA.exists()
@@ -63,11 +68,16 @@ def begin(model: str, device: str, threads: int | None) -> None:
         return
     if not {"", "-1"}.isdisjoint(seen.values()):
         return
-    count = min(MOST_BESIDE, (threads or _cores()) // CORES_EACH - 1)
-    if count <= 0 or not SMALLEST_CHECKPOINT <= _weights_bytes(Path(model)) <= LARGEST_CHECKPOINT:
+    cores, weights = threads or _cores(), _weights_bytes(Path(model))
+    if not weights:
         return
     atexit.register(end_waiting)
-    for _ in range(count):
+    place = f"cuda:{index[1] or 0}"
+    if not bounded and (compiler := _compiler(place, (cores + 1) // 2)) is not None:
+        _compiling.append((place, compiler))
+    if not SMALLEST_CHECKPOINT <= weights <= LARGEST_CHECKPOINT:
+        return
+    for _ in range(min(MOST_BESIDE, cores // CORES_EACH - 1)):
         if (found := _start(seen, True)) is not None:
             _waiting.append((seen, found))
 
@@ -85,8 +95,22 @@ def started(seen: Mapping[str, str], quiet: bool) -> Started | None:
     return _start(seen, quiet)
 
 
+def compiler(device: str, workers: int) -> "subprocess.Popen[bytes] | None":
+    """The process that compiles kernels for a device, so many at a time or as many as it began with; None where none can
+    be started. What it has not compiled is compiled when it is first used."""
+    for number, (own, process) in enumerate(_compiling):
+        if own == device:
+            del _compiling[number]
+            return process
+    return _compiler(device, workers)
+
+
 def end_waiting() -> None:
     """Ends the processes that nobody has taken."""
+    while _compiling:
+        process = _compiling.pop()[1]
+        process.kill()
+        process.wait()
     while _waiting:
         process, connection = _waiting.pop()[1]
         connection.close()
@@ -125,6 +149,17 @@ def _start(seen: Mapping[str, str], quiet: bool) -> Started | None:
     finally:
         theirs.close()
     return process, ours
+
+
+def _compiler(device: str, workers: int) -> "subprocess.Popen[bytes] | None":
+    if not sys.executable:
+        return None
+    # -P: nothing is imported from the folder that the user happens to be in.
+    command = [sys.executable, "-P", "-m", COMPILES, device, str(workers)]
+    nothing = subprocess.DEVNULL
+    with suppress(OSError):
+        return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+    return None
 
 
 def _cores() -> int:

@@ -16,7 +16,7 @@ def before_imports(model: str, chosen: ConvertOptions) -> None:
     """For a command that makes a plan: other processes that it may want import beside this one."""
     leave_out_unused(model)
     if cli.OWN_PROCESS:
-        processes.begin(model, chosen.device, chosen.threads)
+        processes.begin(model, chosen.device, chosen.threads, chosen.memory is not None)
 
 
 def leave_out_unused(model: str) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import trellis
 from nstf.kernels.trellis_encode import warm_up
-from nstf.quantizers.rounding import compile_ahead
 from nstf.runtime.imports import uncollected
 from nstf.runtime.torch_state import usual_process, usual_thread
+from nstf_convert import processes
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.checkpoint.storable import check_storable
 from nstf_convert.inputs import keep_apart
@@ -253,7 +253,7 @@ class Session:
     def compile_ahead(self) -> None:
         """Kernels for a GPU are compiled by another process while the model is opened, if there is memory for one."""
         if self.machine.on_gpu and (workers := self.machine.compilers):
-            self._compiler = compile_ahead.started(self.device, workers)
+            self._compiler = processes.compiler(str(self.device), workers)
             if self._compiler is not None:
                 self._opened.callback(self._compiler.wait)
                 self._opened.callback(self._compiler.kill)

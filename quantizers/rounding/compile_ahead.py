@@ -7,7 +7,6 @@ Python too and waited for it after every file that it read: 19 s instead of 8.
 """
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,18 +30,6 @@ UNIFORM, TABLE = Levels(4, scale="u8"), Levels(4, table=(-1.0, -0.5, 0.0, 0.5, 1
 MIDDLE = 12
 # Of `shuffle`: with and without steps at which two rows end.
 SHUFFLED = (12, 16)
-
-
-def started(device: torch.device, workers: int) -> "subprocess.Popen[bytes] | None":
-    """The process, or None where none can be started. What it has not compiled is compiled when it is first used."""
-    if not sys.executable:
-        return None
-    # -P: nothing is imported from the folder that the user happens to be in.
-    command = [sys.executable, "-P", "-m", __name__, str(device), str(workers)]
-    nothing = subprocess.DEVNULL
-    with contextlib.suppress(OSError):
-        return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
-    return None
 
 
 def rounding(device: torch.device) -> Iterator[Callable[[], object]]:

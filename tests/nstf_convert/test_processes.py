@@ -40,7 +40,7 @@ def alive(process: subprocess.Popen[bytes]) -> bool:
     ("auto", 16, 3), ("cuda", 64, 3), ("cuda:1", 12, 2), ("auto", 8, 1), ("auto", 7, 0), ("cpu", 16, 0), ("cuda:0,1", 16, 0),
 ])  # fmt: skip
 def test_a_process_for_four_cores_begins_where_a_gpu_may_take_it(device, threads, count, model) -> None:
-    begin(str(model), device, threads)
+    begin(str(model), device, threads, True)
     assert len(processes._waiting) == count
     waiting = [found[0] for _, found in processes._waiting]
     assert all(alive(process) for process in waiting)
@@ -50,21 +50,52 @@ def test_a_process_for_four_cores_begins_where_a_gpu_may_take_it(device, threads
 
 def test_checkpoints_of_other_sizes_have_none(model, monkeypatch, tmp_path) -> None:
     (model / "model-0.safetensors").unlink()
-    begin(str(model), "auto", 16)
+    begin(str(model), "auto", 16, True)
     with (model / "model-0.safetensors").open("wb") as file:
         file.truncate(1 << 30)
-    begin(str(model), "auto", 16)
-    begin(str(tmp_path / "no such model"), "auto", 16)
+    begin(str(model), "auto", 16, True)
+    begin(str(tmp_path / "no such model"), "auto", 16, False)
     monkeypatch.setattr(processes, "NVIDIA", tmp_path / "none")
     monkeypatch.setattr(processes, "AMD", tmp_path / "none")
     (model / "model-0.safetensors").unlink()
     (model / "model-1.safetensors").write_bytes(bytes(26 << 20))
-    begin(str(model), "auto", 16)
+    begin(str(model), "auto", 16, True)
     assert processes._waiting == []
 
 
+def test_kernels_are_compiled_from_the_start_where_memory_is_not_bounded(model) -> None:
+    begin(str(model), "cuda:1", 2, True)
+    assert processes._compiling == []
+    begin(str(model), "cuda:1", 2, False)
+    assert processes._waiting == []
+    [(device, process)] = processes._compiling
+    assert device == "cuda:1" and alive(process)
+    other = processes.compiler("cpu", 1)
+    assert other is not None and other is not process
+    other.kill()
+    other.wait()
+    assert processes.compiler("cuda:1", 1) is process
+    assert processes._compiling == []
+    process.kill()
+    process.wait()
+
+
+def test_the_compiling_process_runs_every_kernel_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")  # nothing is taken from where the user is
+    process = processes.compiler("cpu", 1)
+    assert process is not None and process.wait(120) == 0
+
+
+def test_no_compiling_process_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    assert processes.compiler("cpu", 1) is None
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert processes.compiler("cpu", 1) is None
+
+
 def test_one_that_waits_is_taken_by_who_wants_it_as_it_is(model) -> None:
-    begin(str(model), "cuda:1", 8)
+    begin(str(model), "cuda:1", 8, True)
     (_, (process, connection)) = processes._waiting[0]
     other = started({VISIBLE[1]: "0"}, True)
     assert other is not None and other[0] is not process
@@ -88,7 +119,7 @@ def test_a_process_ends_with_the_one_that_began_it(model) -> None:
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom nstf_convert import processes\n"
         f"processes.NVIDIA = Path({str(model)!r})\n"
-        f"processes.begin({str(model)!r}, 'auto', 8)\n"
+        f"processes.begin({str(model)!r}, 'auto', 8, True)\n"
         "print(processes._waiting[0][1][0].pid, flush=True)\nos._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
@@ -127,5 +158,5 @@ def test_on_amd_the_variable_that_is_set_says_which_gpus_are_seen(monkeypatch) -
 @pytest.mark.parametrize(("visible", "device"), [("0", "cuda:1"), ("", "auto"), ("-1", "auto")])
 def test_where_no_gpu_is_to_be_seen_none_begins(visible, device, model, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    begin(str(model), device, 16)
+    begin(str(model), device, 16, True)
     assert processes._waiting == []
