@@ -26,6 +26,8 @@ __all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "f
 NAME = "grid"
 SAMPLE, QUICK_SAMPLE = 1 << 16, 1 << 13  # weights the table is fitted on, to encode and to estimate
 ROUNDS = 10
+# An estimate fits no further than rounds gain so much: half of them, for three thousandths of the loss.
+QUICK_GAIN = 1e-3
 # Starts: fitted on normally distributed weights, where they are nearly the same for every group size. With
 # signed scales the longer side can always be the negative one, which the fit makes use of. fmt: off
 _SIGNED = (
@@ -124,8 +126,12 @@ def forms(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) 
         alike.setdefault(_rounding(p), []).append(i)
     tables: dict[int, Levels] = {}
     for own in alike.values():
-        tables |= dict(zip(own, fit_many(weight, [params[i] for i in own], stats, QUICK_SAMPLE), strict=True))
+        tables |= dict(zip(own, _quick(weight, [params[i] for i in own], stats), strict=True))
     return [Form(tables[i], p.group, _rounding(p)) for i, p in enumerate(params)]
+
+
+def _quick(weight: Tensor, params: Sequence[Params], stats: Stats | None) -> list[Levels]:
+    return fit_many(weight, params, stats, QUICK_SAMPLE, QUICK_GAIN)
 
 
 def proposals(signature: Signature, target: Target, room: Room) -> list[Recipe]:
@@ -147,9 +153,16 @@ def fit(weight: Tensor, params: Params, stats: Stats | None = None, sample: int 
 
 
 def fit_many(
-    weight: Tensor, params: Sequence[Params], stats: Stats | None = None, sample: int = SAMPLE
+    weight: Tensor,
+    params: Sequence[Params],
+    stats: Stats | None = None,
+    sample: int = SAMPLE,
+    least_gain: float = 0.0,
 ) -> list[Levels]:
-    """`fit` for several params with the same rows and rounding, a round of all at a time: a GPU is asked once for each."""
+    """`fit` for several params with the same rows and rounding, a round of all at a time: a GPU is asked once for each.
+
+    least_gain: the fit of one ends with the first round that lowers its loss by less, as a share; 0: after all rounds.
+    """
     stats, common = stats or Stats(), params[0]
     matrix = matrix_view(weight, common.lead)
     rows, cols = matrix.shape
@@ -171,8 +184,12 @@ def fit_many(
         rounded = _rounded(x, [(forms[i], params[i].group) for i in under_way], diagonal)
         found = _sums(x, mass, *rounded).tolist()
         for i, (*sums, lost) in zip(list(under_way), found, strict=True):
+            ended = least_gain > 0 and lost > (1 - least_gain) * least[i]
             if lost < least[i]:
                 best[i], least[i] = forms[i], lost
+            if ended:
+                under_way.remove(i)
+                continue
             old = forms[i].table or ()
             table = sorted(
                 up / down if down > 0 else value

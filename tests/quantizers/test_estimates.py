@@ -7,7 +7,7 @@ import torch
 
 from nstf import quantizers
 from nstf.proposals import Recipe
-from nstf.quantizers import estimate_forms, filled, shuffle, trellis
+from nstf.quantizers import estimate_forms, filled, grid16, shuffle, trellis
 from nstf.quantizers.rounding import turned
 from nstf.quantizers.stats import Stats
 from nstf_convert.pipeline.propose import candidates
@@ -73,3 +73,16 @@ def test_candidates_that_are_estimated_together_keep_their_places(monkeypatch) -
     apart = candidates.estimates(signature, wanted)
     monkeypatch.setattr(candidates, "_asks_at_once", lambda device: True)
     assert candidates.estimates(signature, wanted) == pytest.approx(apart, rel=1e-6)
+
+
+def test_an_estimate_fits_a_table_no_further_than_that_gains(monkeypatch) -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    params, rounds = [grid16.Params(32, 8), grid16.Params(64, 8)], []
+    sums = grid16._sums
+    monkeypatch.setattr(grid16, "_sums", lambda *given: rounds.append(1) or sums(*given))
+    quick = grid16.estimate_many(weight, params)
+    few = len(rounds)
+    monkeypatch.setattr(grid16, "QUICK_GAIN", 0.0)
+    thorough = grid16.estimate_many(weight, params)
+    assert few < len(rounds) - few == grid16.ROUNDS
+    assert all(q <= 1.01 * t for q, t in zip(quick, thorough, strict=True))
