@@ -119,7 +119,7 @@ def stated_context(model: Any) -> int | None:
     """Tokens of a model's text, or of an encoder-decoder's prompt, where it states them."""
     config: Any = getattr(model, "config", None)
     text = None
-    if _answers_apart(config):
+    if answers_apart(config):
         text = getattr(config, "encoder", None) or getattr(config, "text_encoder", None)
     if text is None and hasattr(config, "get_text_config"):
         try:
@@ -131,14 +131,14 @@ def stated_context(model: Any) -> int | None:
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
-def _answers_apart(config: Any) -> bool:
+def answers_apart(config: Any) -> bool:
     """Whether prompt and answer have positions of their own."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _warn_beyond_context(model: Any, prompt_tokens: int, new_tokens: int) -> None:
     """One line where a text would be longer than the model's context: what follows it is seldom text."""
-    context = None if _answers_apart(getattr(model, "config", None)) else stated_context(model)
+    context = None if answers_apart(getattr(model, "config", None)) else stated_context(model)
     if context is not None and prompt_tokens + new_tokens > context:
         _log.warning(
             "%d tokens of prompt and %d new ones are more than the model's %d positions: beyond them it may be no text",
@@ -164,7 +164,7 @@ def too_long(error: BaseException, model: Any, prompt_tokens: int, tokens: int) 
     memory = out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)
     if memory or isinstance(error, NstfError) or not isinstance(error, Exception):
         return None
-    apart = _answers_apart(getattr(model, "config", None))
+    apart = answers_apart(getattr(model, "config", None))
     context, whole = stated_context(model), _answer_context(model) if apart else stated_context(model)
     # Before its first new token a model can only have failed at the prompt.
     began = apart or tokens > prompt_tokens
