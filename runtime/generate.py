@@ -48,13 +48,17 @@ def stream(
         raise UsageError(
             f"max_new_tokens is {max_new_tokens} and temperature {temperature}; they must be at least 1 and 0"
         )
-    Settings(
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise UsageError(f"seed is {seed}; it must fit 64 bits")
+    if not all(stops):
+        raise UsageError("a stop string is empty: give the text to end before")
+    temperature = Settings(
         temperature,
         top_k or 0,
         1.0 if top_p is None else top_p,
         min_p or 0.0,
         1.0 if repetition_penalty is None else repetition_penalty,
-    )  # checks them
+    ).temperature  # checked, and 0 where it is so near that logits would have no bounds
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     with usual_thread():  # a tokenizer makes its ids on the process's default device
