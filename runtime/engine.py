@@ -406,7 +406,7 @@ def usual_threads() -> int:
     if "torch" in sys.modules:
         return torch.get_num_threads()
     stated = os.environ.get("OMP_NUM_THREADS", "")
-    if stated.isdecimal() and int(stated):
+    if stated.isdecimal() and len(stated) < 10 and int(stated):  # the engine's are 32 bits
         return int(stated)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -48,17 +48,21 @@ def stream(
         raise UsageError(
             f"max_new_tokens is {max_new_tokens} and temperature {temperature}; they must be at least 1 and 0"
         )
-    Settings(
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise UsageError(f"seed is {seed}; it must fit 64 bits")
+    if not all(stops):
+        raise UsageError("a stop string is empty: give the text to end before")
+    temperature = Settings(
         temperature,
         top_k or 0,
         1.0 if top_p is None else top_p,
         min_p or 0.0,
         1.0 if repetition_penalty is None else repetition_penalty,
-    )  # checks them
+    ).temperature  # checked, and 0 where it is so near that logits would have no bounds
     if not getattr(model, "can_generate", lambda: False)():
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     with usual_thread():  # a tokenizer makes its ids on the process's default device
-        inputs = _inputs(tokenizer, prompt, chat, _context(model)).to(model.device)
+        inputs = _inputs(tokenizer, prompt, chat, stated_context(model)).to(model.device)
     _warn_beyond_context(model, inputs.shape[-1], max_new_tokens)
     streamer = _streamer(tokenizer, stops)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -103,19 +107,23 @@ def stream(
         error = failure.get()
         if isinstance(error, RuntimeError) and "probability tensor" in str(error):
             raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
-        _blame_length(error, _context(model), inputs.shape[-1], streamer.tokens)
+        if (blamed := too_long(error, model, inputs.shape[-1], streamer.tokens)) is not None:
+            raise blamed from error
         raise error
 
 
 # How configs name the tokens that a text, or a prompt, may have: most; LED; MPT.
 _CONTEXTS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_seq_len")
+# Positions that are no token's in some models: XLM puts the token that it looks for behind a text, and those of ProphetNet
+# begin after its padding's, too.
+_TAKEN = 2
 
 
-def _context(model: Any) -> int | None:
+def stated_context(model: Any) -> int | None:
     """Tokens of a model's text, or of an encoder-decoder's prompt, where it states them."""
     config: Any = getattr(model, "config", None)
     text = None
-    if _answers_apart(config):
+    if answers_apart(config):
         text = getattr(config, "encoder", None) or getattr(config, "text_encoder", None)
     if text is None and hasattr(config, "get_text_config"):
         try:
@@ -127,14 +135,14 @@ def _context(model: Any) -> int | None:
     return next((n for n in found if isinstance(n, int) and n > 0), None)
 
 
-def _answers_apart(config: Any) -> bool:
+def answers_apart(config: Any) -> bool:
     """Whether prompt and answer have positions of their own."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _warn_beyond_context(model: Any, prompt_tokens: int, new_tokens: int) -> None:
     """One line where a text would be longer than the model's context: what follows it is seldom text."""
-    context = None if _answers_apart(getattr(model, "config", None)) else _context(model)
+    context = None if answers_apart(getattr(model, "config", None)) else stated_context(model)
     if context is not None and prompt_tokens + new_tokens > context:
         _log.warning(
             "%d tokens of prompt and %d new ones are more than the model's %d positions: beyond them it may be no text",
@@ -142,23 +150,37 @@ def _warn_beyond_context(model: Any, prompt_tokens: int, new_tokens: int) -> Non
         )  # fmt: skip
 
 
-def _blame_length(error: BaseException, context: int | None, prompt_tokens: int, tokens: int) -> None:
-    """Raises UsageError where a model failed at a token beyond its context; ours, and where memory ended, are not for that.
+def _answer_context(model: Any) -> int | None:
+    """Tokens of an encoder-decoder's answer, where it states them apart from its prompt's (LED)."""
+    config = getattr(model, "config", None)
+    own = getattr(config, "decoder", None)
+    found = getattr(config if own is None else own, "max_decoder_position_embeddings", None)
+    if found is None and own is not None:
+        found = getattr(own, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else stated_context(model)
+
+
+def too_long(error: BaseException, model: Any, prompt_tokens: int, tokens: int) -> UsageError | None:
+    """What to say where a model failed at a token beyond its context; None for errors of ours and where memory ended.
 
     tokens: those of the text so far, the prompt's included unless the answer has positions of its own.
     """
-    if context is None or max(prompt_tokens, tokens) <= context:
-        return
     memory = out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)
     if memory or isinstance(error, NstfError) or not isinstance(error, Exception):
-        return
-    if prompt_tokens > context:
-        raise UsageError(
+        return None
+    apart = answers_apart(getattr(model, "config", None))
+    context, whole = stated_context(model), _answer_context(model) if apart else stated_context(model)
+    # Before its first new token a model can only have failed at the prompt.
+    began = apart or tokens > prompt_tokens
+    if whole is not None and began and tokens + _TAKEN > whole and (apart or prompt_tokens <= whole):
+        return UsageError(
+            f"the text has {tokens} tokens, and the model's context is {whole}: ask for fewer new ones"
+        )
+    if context is not None and prompt_tokens + _TAKEN > context:
+        return UsageError(
             f"the prompt has {prompt_tokens} tokens, and the model's context is {context}: shorten it"
-        ) from error
-    raise UsageError(
-        f"the text has {tokens} tokens, and the model's context is {context}: ask for fewer new ones"
-    ) from error
+        )
+    return None
 
 
 class _Left(Exception):

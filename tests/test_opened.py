@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nstf
+import nstf.runtime.artifact
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,6 +60,22 @@ def test_what_cannot_be_opened_is_an_error_of_ours(tmp_path: Path) -> None:
     nstf.open(tmp_path / "d.nstf").close()
     with pytest.raises(CorruptError, match="SHA-256"):
         nstf.open(tmp_path / "d.nstf", verify=True)
+
+
+def test_numbers_that_contradict_one_another_are_corrupt(tmp_path: Path) -> None:
+    """Rows of a trellis whose sections have other numbers of them than the tree says."""
+    damaged, path = bytearray((GOLDEN / "v1_trellis.nstf").read_bytes()), tmp_path / "d.nstf"
+    with nstf.runtime.artifact.open_artifact(GOLDEN / "v1_trellis.nstf") as artifact:
+        section = artifact.entries["trellis.sections:section"]
+    damaged[section.start : section.end] = bytes(section.end - section.start)
+    path.write_bytes(damaged)
+    with (
+        nstf.open(path) as file,
+        pytest.raises(CorruptError, match=r"trellis\.sections.*sections have \[30, 0, 0\]"),
+    ):
+        file.decode("trellis.sections")
+    with pytest.raises(CorruptError, match=r"trellis\.sections.*sections have \[30, 0, 0\]"):
+        nstf.runtime.load_tensors(path, verify=False)["trellis.sections"]
 
 
 def test_looking_inside_imports_neither_torch_nor_transformers() -> None:

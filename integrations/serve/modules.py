@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
@@ -13,8 +12,24 @@ from nstf.integrations.serve.backend import Backend
 from nstf.integrations.serve.errors import wrong
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer
+from nstf.runtime.generate import answers_apart, stated_context, too_long
 
 _log = logging.getLogger("nstf")
+
+
+# Settings of a file without which its model writes another text: the tokens that an answer begins with, and those that no
+# answer may have.
+_OF_THE_MODEL = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+_NO_BOUND = 1 << 30  # tokens of a model that states no context
 
 
 class _Ended(Exception):
@@ -26,16 +41,15 @@ class ModulesBackend(Backend):
 
     name = "transformers modules, one request at a time"
 
-    def __init__(self, model: Any, context: int, queue: int, metrics: Metrics) -> None:
+    def __init__(self, model: Any, queue: int, metrics: Metrics) -> None:
         if not getattr(model, "can_generate", lambda: False)():
             raise UnsupportedError(f"{type(model).__name__} does not generate text")
         self.model = model
         # What a request does not say is what the API says, not what the file says; ends come with each call.
         own = model.generation_config
-        model.generation_config = type(own)(
-            bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
-        )
-        self.context = context
+        model.generation_config = type(own)(**{name: getattr(own, name, None) for name in _OF_THE_MODEL})
+        self._apart = answers_apart(getattr(model, "config", None))
+        self.context = stated_context(model) or _NO_BOUND
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self._now: Answer | None = None
         super().__init__(1, queue, metrics)
@@ -67,10 +81,21 @@ class ModulesBackend(Backend):
                     answer.finished = True
                     self._metrics.add("cancelled_total")
             except BaseException as error:  # a library's panic too: the server goes on
-                _log.exception("an answer failed")
-                answer.fail(f"decoding failed: {error}")
+                self._failed(answer, error)
             finally:
                 self._now = None
+
+    def _failed(self, answer: Answer, error: BaseException) -> None:
+        """Tells the client. Beyond a model's positions an answer ends, as one does that is as long as it may be."""
+        tokens = len(answer.tokens) + (1 if self._apart else len(answer.prompt))
+        blamed = too_long(error, self.model, len(answer.prompt), tokens)
+        if blamed is None:
+            _log.exception("an answer failed")
+            answer.fail(f"decoding failed: {error}")
+        elif answer.tokens:
+            answer.end("length")
+        else:
+            answer.fail(str(blamed), "prompt")
 
     def _run(self, answer: Answer) -> None:
         ids = torch.tensor([list(answer.prompt)], device=self.model.device)
@@ -122,10 +147,3 @@ class _Streamer:
 
     def end(self) -> None:
         """Nothing is held back here."""
-
-
-def context_of(config: Any) -> int:
-    """Tokens a sequence may have, by a model's configuration; no bound where it states none."""
-    text = config.get_text_config()
-    stated = getattr(text, "max_position_embeddings", None)
-    return int(stated) if stated else int(math.pow(2, 30))

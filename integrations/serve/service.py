@@ -123,9 +123,9 @@ class Service:
         else:
             name = "captured decoder" if o.device != "cpu" else "decoder without graphs"
             return Scheduler(name, steps, o.parallel, o.queue, self.metrics, False, o.prefix_reuse)
-        from nstf.integrations.serve.modules import ModulesBackend, context_of
+        from nstf.integrations.serve.modules import ModulesBackend
 
-        return ModulesBackend(model, context_of(model.config), o.queue, self.metrics)
+        return ModulesBackend(model, o.queue, self.metrics)
 
     def _only_the_engine(self) -> None:
         """Raises UsageError for options that nothing but the CPU engine has."""

@@ -112,7 +112,7 @@ def load(model: str, place: Any) -> Any:
 
 
 def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
-    """(prefill, decode) closures; decode is None for a model that does not generate."""
+    """(prefill, decode) closures; decode is None for a model that does not generate, or not by a cache."""
     import torch
 
     from nstf_convert.gates.evaluate import synthetic_batches
@@ -125,20 +125,36 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
         }
         return (lambda: module(**inputs)), None
     limit = getattr(config, "max_position_embeddings", None)
-    if limit and tokens >= limit:
+    if limit and tokens >= limit > 0:  # XLNet states -1: it has none
         raise UsageError(f"--tokens {tokens}: this model handles at most {limit - 1}")
     ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(place)
     if not module.can_generate():
         return (lambda: module(input_ids=ids)), None
-    step = ids[:, -1:]
-    cache: Any = module(input_ids=ids, use_cache=True).past_key_values
+    return (lambda: module(input_ids=ids, use_cache=True)), _decode(module, ids)
+
+
+def _decode(module: Any, ids: Any) -> Any:
+    """A pass of one more token after `ids`; None for a model that does not give its cache out as attention does (Mamba)."""
+
+    def begun() -> Any:
+        return getattr(module(input_ids=ids, use_cache=True), "past_key_values", None)
 
     def decode() -> None:
         module(input_ids=step, past_key_values=cache, use_cache=True)
-        # Every pass must see the same context.
-        cache.crop(-1)
+        if goes_back:
+            cache.crop(-1)  # every pass sees the same context
 
-    return (lambda: module(input_ids=ids, use_cache=True)), decode
+    step, cache, goes_back = ids[:, -1:], begun(), False
+    if not hasattr(cache, "crop"):
+        return None
+    decode()
+    try:
+        cache.crop(-1)
+        goes_back = True
+    except RuntimeError:
+        # Windows that are full and states cost the same at every pass: no other is taken back where they are not.
+        cache = begun()
+    return decode
 
 
 def show(result: "Profile", top: int) -> None:

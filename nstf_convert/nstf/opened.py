@@ -135,11 +135,17 @@ class File:
     def decode(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One dense tensor, computed in float32 and given back as `dtype` (None: float32).
 
-        The other tensors are not read. Raises UsageError for an unknown name, ValueError after `close`.
+        The other tensors are not read. Raises UsageError for an unknown name, CorruptError for stored numbers that
+        contradict one another, ValueError after `close`.
         """
-        from nstf.kernels.formats import decode
+        from nstf.kernels.formats import FormatError, decode
+        from nstf.runtime.artifact.header import corrupt, short
 
-        return decode(self._artifact.encoded(name), dtype).clone()
+        encoded = self._artifact.encoded(name)
+        try:
+            return decode(encoded, dtype).clone()
+        except FormatError as error:
+            raise corrupt(self.path, f"tensor {short(name)}: {error}") from error
 
     def verify(self) -> Verified:
         """Reads the whole file and checks every SHA-256. Raises CorruptError that names what differs."""

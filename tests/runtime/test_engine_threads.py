@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -139,3 +141,21 @@ def test_sequences_of_another_batch_of_the_engine_are_refused(tiny: ModuleType, 
     assert len(many.step(parts)) == 4
     with pytest.raises(UsageError, match="no sequence 1"):
         few.step(parts)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"), [("3", 3), ("9" * 20, None), ("9" * 5000, None), ("no", None)]
+)
+def test_threads_of_the_environment_that_are_no_number_of_threads_are_left_out(
+    stated: str, expected: int | None
+) -> None:
+    """Without torch the engine reads the variable itself, and a number beyond 32 bits was an error of its binding's."""
+    code = "import sys; from nstf.runtime.engine import usual_threads; print(usual_threads(), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"OMP_NUM_THREADS": stated},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(expected or len(os.sched_getaffinity(0))), "False"]

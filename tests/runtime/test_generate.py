@@ -188,11 +188,19 @@ def test_wrong_requests_are_refused(loaded: tuple[Any, Any], tiny: ModuleType) -
         ("w5", {"max_new_tokens": 0}, "at least 1"),
         ("w5", {"temperature": -1.0}, "at least 1 and 0"),
         ("w5", {"chat": True}, "no chat template"),
+        ("w5", {"stops": ["w", ""]}, "a stop string is empty"),
+        ("w5", {"seed": 1 << 64}, "64 bits"),
     ):
         with pytest.raises(UsageError, match=message):
             list(nstf.runtime.stream(model, tokenizer, prompt, **options))
     with pytest.raises(UnsupportedError, match="BertModel does not generate"):
         list(nstf.runtime.stream(tiny.new_model("BertModel"), tokenizer, "w5"))
+
+
+def test_a_temperature_next_to_zero_is_zero(loaded: tuple[Any, Any]) -> None:
+    """Logits that are divided by it would be infinities, of which no token can be drawn."""
+    texts = ["".join(nstf.runtime.stream(*loaded, "w5 w7", 5, temperature=t)) for t in (0.0, 1e-40)]
+    assert texts[0] == texts[1]
 
 
 def test_config_of_the_tokenizer_is_not_code(tiny: ModuleType, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 import nstf.runtime
 from nstf.errors import UsageError
-from nstf.runtime.generate import _context, _warn_beyond_context
+from nstf.runtime.generate import _warn_beyond_context, stated_context
 from nstf_convert.cli import run
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -79,6 +79,53 @@ def test_a_text_that_outgrows_the_context_is_wrong_use(path: Path) -> None:
         list(nstf.runtime.stream(model, tokenizer, "w5 w7", 40))
 
 
+# LED's answers have fewer positions than its prompts, ProphetNet's begin after that of its padding, XLM adds a token.
+SMALL = {"max_position_embeddings": CONTEXT, "pad_token_id": 1}
+LED = {
+    "max_encoder_position_embeddings": 64,
+    "max_decoder_position_embeddings": CONTEXT,
+    "attention_window": 8,
+}
+STARTS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+PROPHET = {
+    key: n
+    for side in ("encoder", "decoder")
+    for key, n in ((f"num_{side}_layers", 1), (f"num_{side}_attention_heads", 2), (f"{side}_ffn_dim", 32))
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LEDForConditionalGeneration": ("LEDConfig", {"d_model": 32, **LED, **STARTS, **SIDE}),
+    "ProphetNetForConditionalGeneration": (
+        "ProphetNetConfig",
+        {"hidden_size": 32, **PROPHET, **SMALL, **STARTS},
+    ),
+    "XLMWithLMHeadModel": ("XLMConfig", {"emb_dim": 32, "n_layers": 1, "n_heads": 2, **SMALL}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        (
+            "LEDForConditionalGeneration",
+            2,
+            "text has 17 tokens, and the model's context is 16: ask for fewer",
+        ),
+        ("ProphetNetForConditionalGeneration", 2, "text has 15 tokens, and the model's context is 16"),
+        ("XLMWithLMHeadModel", 2, "text has 16 tokens, and the model's context is 16"),
+    ],
+)
+def test_positions_that_are_no_tokens_are_counted_to_the_context(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: int, message: str
+) -> None:
+    config, stated = OTHERS[name]
+    monkeypatch.setitem(tiny.MODELS, name, (config, {"vocab_size": 100, **stated}))
+    path = tiny.write(tmp_path, tiny.new_model(name), tokenizer_files())
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    model.generation_config.eos_token_id = None
+    with pytest.raises(UsageError, match=message):
+        list(nstf.runtime.stream(model, tokenizer, "w5 " * words, 40))
+
+
 def test_a_model_that_runs_a_longer_prompt_runs_it(tiny: ModuleType, tmp_path: Path) -> None:
     path = tiny.write(
         tmp_path, tiny.new_model("Qwen3ForCausalLM", max_position_embeddings=CONTEXT), tokenizer_files()
@@ -131,7 +178,7 @@ def test_a_failure_inside_the_context_keeps_its_class(path: Path, monkeypatch: p
     ids=lambda x: type(x).__name__,
 )  # fmt: skip
 def test_the_context_of_a_prompt(config: PretrainedConfig, expected: int | None) -> None:
-    assert _context(SimpleNamespace(config=config)) == expected
+    assert stated_context(SimpleNamespace(config=config)) == expected
 
 
 def test_prompt_and_answer_of_an_encoder_decoder_are_not_summed(caplog: pytest.LogCaptureFixture) -> None:

@@ -79,3 +79,82 @@ def test_reproducible_needs_the_engine(gpt2: Path) -> None:
     options: dict[str, Any] = {"name": "x", "reproducible": True}
     with pytest.raises(UsageError, match="`reproducible` is for models that the CPU engine runs"):
         Service(gpt2, ServeOptions(**options))
+
+
+SIDES = {
+    f"{side}_{key}": n
+    for side in ("encoder", "decoder")
+    for key, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+}
+TOKENS = {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 0}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BartForConditionalGeneration": (
+        "BartConfig",
+        {"d_model": 32, "max_position_embeddings": 32, "decoder_start_token_id": 7, "forced_eos_token_id": None, **SIDES,
+         **TOKENS},
+    ),
+    "LEDForConditionalGeneration": (
+        "LEDConfig",
+        {"d_model": 32, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 16,
+         "attention_window": 8, "decoder_start_token_id": 7, **SIDES, **TOKENS},
+    ),
+    "MptForCausalLM": ("MptConfig", {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 16, **TOKENS}),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0,
+         "vocab_size": 1000},
+    ),
+    "XLNetLMHeadModel": ("XLNetConfig", {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32, **TOKENS}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def other(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """An artifact of a model of OTHERS, with the sample's tokenizer."""
+
+    def make(name: str) -> Path:
+        monkeypatch.setitem(tiny.MODELS, name, OTHERS[name])
+        model = tiny.new_model(name)
+        files = {n: (MODEL / n).read_bytes() for n in ("tokenizer.json", "tokenizer_config.json")}
+        settings = model.generation_config.to_json_string(use_diff=True).encode()
+        found: Path = tiny.write(tmp_path, model, files | {"generation_config.json": settings})
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "XLNetLMHeadModel"]
+)
+def test_an_answer_begins_as_the_model_says(
+    serve: Callable[..., Served], other: Callable[[str], Path], name: str
+) -> None:
+    """Encoder-decoders begin with a token of their own, and XLNet says that it has no context's end."""
+    import nstf.runtime
+
+    path = other(name)
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    expected = "".join(nstf.runtime.stream(model, tokenizer, "The house of the lord", 6))
+    body = {"prompt": "The house of the lord", "max_tokens": 6, "temperature": 0}
+    status, found = serve(path=path).json("/v1/completions", body)
+    assert status == 200 and found["choices"][0]["text"] == expected
+
+
+def test_a_prompt_beyond_a_context_of_another_name_is_refused(
+    serve: Callable[..., Served], other: Callable[[str], Path]
+) -> None:
+    server = serve(path=other("MptForCausalLM"))
+    assert server.json("/v1/models")[1]["data"][0]["context_length"] == 16
+    status, found = server.json("/v1/completions", {"prompt": "house " * 500, "max_tokens": 1})
+    assert status == 400 and "longer than this server's context of 16" in found["error"]["message"]
+
+
+def test_an_answer_ends_with_the_models_positions(
+    serve: Callable[..., Served], other: Callable[[str], Path]
+) -> None:
+    """LED has fewer for answers than for prompts."""
+    server = serve(path=other("LEDForConditionalGeneration"))
+    body = {"prompt": "The house", "max_tokens": 40, "temperature": 0}
+    status, found = server.json("/v1/completions", body)
+    assert status == 200 and found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 16

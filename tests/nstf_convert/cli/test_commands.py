@@ -225,6 +225,30 @@ def test_profile_prints_both_phases_and_json(nstf, tiny):
     assert any("attention products" in name for name in names)
 
 
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "phases"),
+    [
+        ("Mistral", {**SMALL, **HEADS, "sliding_window": 4}, ["prefill", "decode"]),
+        ("Mamba", {**SMALL, "state_size": 4}, ["prefill"]),
+        ("Jamba", {**SMALL, **HEADS, "use_mamba_kernels": False, "mamba_dt_rank": 4, "num_experts": 2,
+                   "attn_layer_period": 2, "attn_layer_offset": 1}, ["prefill", "decode"]),
+    ],
+)  # fmt: skip
+def test_profile_runs_models_that_take_no_token_back(nstf, tmp_path, name, settings, phases):
+    """A window that is full keeps no older tokens, and a state none at all."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**settings)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    result = nstf("profile", tmp_path, "--device-peak", "100,20", "--tokens", 8, "--json")
+    assert result.code == 0, result.err
+    assert [p["name"] for p in result.json["phases"]] == phases
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
