@@ -15,9 +15,9 @@ from nstf.quantizers.rounding.levels import Levels
 from nstf.quantizers.rounding.steps import in_steps
 from nstf.quantizers.rounding.sweep import SCALE_MODES, Grid, Rounded, compiled, in_triton, sweep
 
-# Numbers that torch holds while it works out how the scales of some rows act on each other, 4 bytes each, and the fewest
-# rows at a time for which that pays: matrices of many short groups take one group after the other.
-ROOM, FEWEST_ROWS = 1 << 26, 64
+# Numbers that torch holds while it works out how the scales of some groups act on each other, 4 bytes each, and how many
+# groups that may be: all rows at once if there is room for them.
+ROOM, BLOCKS = 1 << 26, (64, 32, 16)
 # Of scale refit and sweep on the frozen scales: the first takes off 1 to 6 % of the loss, the second 1 %,
 # later ones 0.5 %.
 ROUNDS = 2
@@ -67,8 +67,8 @@ def refit(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> R
         return refit_compiled(weight, rounded, levels, factor)
     groups, cols = rounded.grid.scale.shape[1], weight.shape[1]
     alike = groups * group_size(cols, rounded.grid.group) == cols
-    at_once = in_triton(weight) and alike and ROOM // (groups * cols) >= FEWEST_ROWS
-    return (refit_by_rows if at_once else refit_torch)(weight, rounded, levels, factor)
+    in_blocks = in_triton(weight) and alike
+    return (refit_in_blocks if in_blocks else refit_torch)(weight, rounded, levels, factor)
 
 
 def refit_compiled(
@@ -125,28 +125,43 @@ def refit_torch(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor
     return Rounded(rounded.codes, grid, rounded.row_loss - gain)
 
 
-def refit_by_rows(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
-    """`refit` on a GPU, for groups of one width: products for many groups at once, then a Triton kernel goes over them."""
+def refit_in_blocks(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
+    """`refit` on a GPU, for groups of one width. A Triton kernel goes over some neighbouring groups of all rows, whose second
+    derivatives by each other are a product; what has changed then moves the slopes of all later columns at once.
+    """
     from nstf.kernels.triton.scale_refit import refit_groups
 
     rows, cols = weight.shape
     groups = rounded.grid.scale.shape[1]
+    width = cols // groups
     hessian = factor.hessian.to(weight)
     points = replace_scale(rounded, 1.0).decode(levels)
     slope = (weight - rounded.decode(levels)) @ hessian
-    along = (points * slope).view(rows, groups, -1).sum(2)
-    scale = rounded.grid.scale.clone(memory_format=torch.contiguous_format)
-    mode, gains = SCALE_MODES.index(levels.scale), []
-    for first in range(0, rows, ROOM // (groups * cols)):
-        some = slice(first, first + ROOM // (groups * cols))
-        part = points[some]
-        by_group = part.view(len(part), groups, -1).transpose(0, 1)
-        change = torch.bmm(by_group, hessian.view(groups, -1, cols)).mul_(part)
-        across = change.view(groups, len(part), groups, -1).sum(3)
-        largest = rounded.grid.largest[some].reshape(-1)
-        gains.append(refit_groups(along[some], across, scale[some], largest, mode))
+    scale, largest = rounded.grid.scale.clone(), rounded.grid.largest.reshape(-1)
+    mode, gain = SCALE_MODES.index(levels.scale), torch.zeros_like(rounded.row_loss)
+    block = next((b for b in BLOCKS if rows * b * b * width <= ROOM), BLOCKS[-1])
+    for first in range(0, groups, block):
+        own = slice(first, min(first + block, groups))
+        count = own.stop - first
+        columns = slice(first * width, own.stop * width)
+        before, fitted = scale[:, own], scale[:, own].clone(memory_format=torch.contiguous_format)
+        inner = hessian[columns, columns].reshape(count, width, -1)
+        at_once = max(1, ROOM // (count * count * width))
+        for some in (slice(r, r + at_once) for r in range(0, rows, at_once)):
+            part = points[some, columns].contiguous()
+            along = (part * slope[some, columns]).view(-1, count, width).sum(2)
+            change = torch.bmm(part.view(-1, count, width).transpose(0, 1), inner).mul_(part)
+            across = change.view(count, -1, count, width).sum(3)
+            # Rows of a matrix that is contiguous: the kernel fits them where they are.
+            gain[some] += refit_groups(along, across, fitted[some], largest[some], mode)
+        if columns.stop < cols:
+            moved = (points[:, columns].reshape(rows, count, width) * (fitted - before)[:, :, None]).view(
+                rows, -1
+            )
+            slope[:, columns.stop :] -= moved @ hessian[columns, columns.stop :]
+        scale[:, own] = fitted
     grid = replace(rounded.grid, scale=scale)
-    return Rounded(rounded.codes, grid, rounded.row_loss - torch.cat(gains))
+    return Rounded(rounded.codes, grid, rounded.row_loss - gain)
 
 
 def replace_scale(rounded: Rounded, value: float) -> Rounded:

@@ -26,6 +26,8 @@ from nstf.quantizers.rounding.search import search
 
 SCALE_MODES = ("f16", "f32", "u8", "e8m0")  # as in ldlq.cpp
 BLOCK = 128  # columns between matrix products: what a Triton program keeps in registers
+# Columns that take the errors of all before them in one product: the products of single blocks would fill a part of a GPU.
+SPAN = 1024
 SUPER_MARGIN = 1.05  # room for groups whose targets outgrow the weights they came from
 
 
@@ -170,7 +172,7 @@ def sweep_torch(
 ) -> Rounded:
     """`sweep` in torch: any device, no compiler. Same arguments; `block`: how a block of columns is rounded.
 
-    Between blocks of 128 columns the feedback is a matrix product.
+    Between blocks of 128 columns of a span the feedback is a matrix product, and between spans another one.
     """
     if block is None:
         block = block_triton if in_triton(weight) else block_torch
@@ -201,9 +203,12 @@ def sweep_torch(
         levels,
     )
     step = BLOCK if frozen else width
+    span = max(1, SPAN // step) * step
     for start in range(0, cols, step):
-        end = min(start + step, cols)
-        at.target[start:end] += factor.feedback[:start, start:end].T @ at.error[:start]
+        end, opened = min(start + step, cols), start // span * span
+        if start == opened:
+            _feed(at, slice(start, min(start + span, cols)), 0)
+        _feed(at, slice(start, end), opened)
         if not frozen:
             g = start // width
             find = search_triton if block is block_triton else search
@@ -211,8 +216,7 @@ def sweep_torch(
             grid.scale[:, g : g + 1], grid.zero[:, g : g + 1] = s, z
         for first in range(start, end, BLOCK):
             columns = slice(first, min(first + BLOCK, end))
-            if first > start:
-                at.target[columns] += factor.feedback[start:first, columns].T @ at.error[start:first]
+            _feed(at, columns, start)
             block(at, columns)
     return Rounded(at.codes[torch.argsort(where)].T.contiguous(), grid, at.loss)
 
@@ -231,6 +235,13 @@ class Pass:
     factor: Factor
     grid: Grid
     levels: Levels
+
+
+def _feed(at: Pass, columns: slice, first: int) -> None:
+    """Moves the targets of some columns by the errors of those from `first` on that are before them."""
+    before = slice(first, columns.start)
+    if first < columns.start:
+        at.target[columns] += at.factor.feedback[before, columns].T @ at.error[before]
 
 
 def block_torch(at: Pass, columns: slice) -> None:

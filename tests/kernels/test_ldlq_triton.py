@@ -13,7 +13,7 @@ import torch
 
 from nstf.quantizers import METHODS, method
 from nstf.quantizers.rounding.factor import factor
-from nstf.quantizers.rounding.ldlq import refit_by_rows, refit_torch
+from nstf.quantizers.rounding.ldlq import refit_in_blocks, refit_torch
 from nstf.quantizers.rounding.sweep import block_torch, block_triton, sweep, sweep_torch
 from nstf.quantizers.stats import Stats
 from tests.kernels.diagonal import diagonal
@@ -88,13 +88,14 @@ for name, levels in LEVELS.items():
     for group in (0, 8, 24, 32):
         rounded = sweep(weight, levels, group, way.diagonal, way)
         reference = ldlq.refit_torch(weight, rounded, levels, way)
-        groups = rounded.grid.scale.shape[1]
-        for rows in (37, 16):  # all at once, and some at a time
-            ldlq.ROOM = rows * groups * 96
-            ours = ldlq.refit_by_rows(weight, rounded, levels, way)
+        width = 96 // rounded.grid.scale.shape[1]
+        # All groups, or some; all rows at once, and some at a time.
+        for rows, block in ((37, 16), (16, 16), (37, 4), (10, 2), (37, 1)):
+            ldlq.ROOM, ldlq.BLOCKS = rows * block * block * width, (2 * block, block)
+            ours = ldlq.refit_in_blocks(weight, rounded, levels, way)
             same = (ours.grid.scale - reference.grid.scale).abs() <= 1e-5 * reference.grid.scale.abs()
-            assert float(same.float().mean()) > 0.97, (name, group, rows)
-            assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-4), (name, group, rows)
+            assert float(same.float().mean()) > 0.97, (name, group, rows, block)
+            assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-4), (name, group, rows, block)
             assert bool((ours.row_loss <= rounded.row_loss).all()), name
 """
 
@@ -176,7 +177,7 @@ def test_the_gpu_gives_the_codes_of_the_reference(name: str, group: int) -> None
 def test_the_gpu_fits_the_scales_of_the_reference(name: str, group: int) -> None:
     levels, weight, way = LEVELS[name], normal(300, 512).cuda(), factor(correlated_hessian(512).cuda())
     rounded = sweep(weight, levels, group, way.importance, way)
-    ours, reference = refit_by_rows(weight, rounded, levels, way), refit_torch(weight, rounded, levels, way)
+    ours, reference = refit_in_blocks(weight, rounded, levels, way), refit_torch(weight, rounded, levels, way)
     assert torch.allclose(ours.grid.scale, reference.grid.scale, rtol=1e-2)
     assert torch.allclose(ours.row_loss, reference.row_loss, rtol=1e-3)
 

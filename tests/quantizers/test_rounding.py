@@ -42,6 +42,21 @@ def test_compiled_sweep_equals_the_torch_sweep(name, group):
     assert float((ours.codes == reference.codes).float().mean()) > 0.97
 
 
+@pytest.mark.parametrize("group", [0, 32, 96, 256])
+def test_spans_of_blocks_pass_on_the_errors_that_blocks_alone_do(group, monkeypatch):
+    levels, weight, hessian = LEVELS["int4-scale8"], normal(21, 700), correlated_hessian(700)
+    ways = (factor(hessian), factor(hessian, act_order=True))
+    frozen = sweep_torch(weight, levels, group, hessian.diagonal(), None, None).grid
+    # The second case are blocks of 128 columns without spans; in the first two or three are in one.
+    for way, grid in ((ways[0], None), (ways[0], frozen), (ways[1], frozen)):
+        found = []
+        for span in (300, 1):
+            monkeypatch.setattr("nstf.quantizers.rounding.sweep.SPAN", span)
+            found.append(sweep_torch(weight, levels, group, hessian.diagonal(), way, grid))
+        assert float((found[0].codes == found[1].codes).float().mean()) > 0.97
+        assert torch.allclose(found[0].row_loss.sum(), found[1].row_loss.sum(), rtol=1e-3)
+
+
 @needs_extension
 @pytest.mark.parametrize("group", [0, 8, 24, 32, 128])
 @pytest.mark.parametrize("name", LEVELS)
