@@ -126,8 +126,8 @@ def refit_torch(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor
 
 
 def refit_in_blocks(weight: Tensor, rounded: Rounded, levels: Levels, factor: Factor) -> Rounded:
-    """`refit` on a GPU, for groups of one width. A Triton kernel goes over some neighbouring groups of all rows, whose second
-    derivatives by each other are a product; what has changed then moves the slopes of all later columns at once.
+    """`refit` on a GPU, for groups of one width. A Triton kernel goes over some neighbouring groups of all rows, whose
+    second derivatives by each other are a product; what has changed then moves the slopes of all later columns at once.
     """
     from nstf.kernels.triton.scale_refit import refit_groups
 
