@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import UsageError, out_of_memory
-from nstf_convert.dataset import load_text, tokenise_windows
+from nstf.errors import UnsupportedError, UsageError, out_of_memory
+from nstf_convert.dataset import Windows, load_text, tokenise_windows
 from nstf_convert.made_up import longest_window, made_up_shape
 from nstf_convert.streamed import StreamedModel
 
@@ -106,6 +106,7 @@ def _windows(
         windows = tokenise_windows(
             tokenizer, documents, seq_len, per_fit, per_held + per_report, seed + number, path
         )
+        _check_tokens(model, windows)
         held, report = windows.held_out[:per_held], windows.held_out[per_held:]
         for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
             found[split].append([(readable(Path(path).name), row) for row in _rows(ids)])
@@ -143,6 +144,7 @@ def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed:
     windows = tokenise_windows(
         tokenizer, manual(), seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
     )
+    _check_tokens(model, windows)
     rows = _rows(torch.cat([windows.fit, windows.held_out]))
     return _split(model.is_causal_lm, rows, samples, {"origin": "documentation", "seq_len": seq_len})
 
@@ -275,6 +277,15 @@ def tokens_of(model: StreamedModel) -> int | None:
     except NotImplementedError:
         return None
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _check_tokens(model: StreamedModel, windows: Windows) -> None:
+    """Raises UnsupportedError for tokens that the model has no embedding of: some were added to its tokenizer alone."""
+    count, found = tokens_of(model), torch.cat([windows.fit, windows.held_out])
+    if count is not None and (highest := int(found.max())) >= count:
+        raise UnsupportedError(
+            f"the tokenizer makes token {highest}, beyond the model's vocabulary of {count}; take the model's own"
+        )
 
 
 def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
