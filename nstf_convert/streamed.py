@@ -74,6 +74,11 @@ class StreamedModel:
 
         self.config = config
         self.module: Any = build_skeleton(config, limits=limits)
+        # A cache would be filled twice where a layer is recomputed for its gradients. BLIP's text reads its own config.
+        for part in self.module.modules():
+            settings: Any = getattr(part, "config", None)
+            if hasattr(settings, "use_cache"):
+                settings.use_cache = False
         self.device = device or torch.device("cpu")
         self._ties = dict(ties or {})
         self._names = self._stored_names()
@@ -212,7 +217,6 @@ class StreamedModel:
         inputs = {n: v.to(self.device) for n, v in inputs.items()}
         extra: dict[str, Any] = {}
         if getattr(self.module.config, "is_encoder_decoder", False):
-            # A cache would be filled twice where a layer is recomputed for its gradients.
             extra["use_cache"] = False
             if "decoder_input_ids" not in inputs:
                 extra["decoder_input_ids"] = self._decoder_inputs(inputs)

@@ -14,7 +14,6 @@ from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.calibrate import gradients, make
-from nstf_convert.pipeline.calibrate.batches import start_gradients
 from nstf_convert.pipeline.calibrate.checked import check_given
 from nstf_convert.pipeline.calibrate.one_input import one_input
 from nstf_convert.pipeline.session import Session
@@ -182,6 +181,14 @@ def test_models_that_return_neither_logits_nor_hidden_states_are_converted(
     assert result.report["accuracy"]["final"]["mean_cosine"] > 0.99
 
 
+def texts_and_images() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(3, 100, (8, 8), generator=generator),
+        "pixel_values": torch.randn(8, 3, 16, 16, generator=generator),
+    }
+
+
 @pytest.mark.parametrize("architecture", ["CLIP", "Siglip"])
 def test_a_model_of_text_and_images_asks_for_both(architecture: str, chosen, tmp_path) -> None:
     """It ended in an AttributeError of transformers, for what was made up is a text alone."""
@@ -189,24 +196,20 @@ def test_a_model_of_text_and_images_asks_for_both(architecture: str, chosen, tmp
     model = StreamedModel.from_checkpoint(open_checkpoint(folder))
     with pytest.raises(UsageError, match=r"Model does not run on input_ids alone \(.+\): give real inputs"):
         one_input(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)})
-    generator = torch.Generator().manual_seed(0)
-    arrays = {
-        "input_ids": torch.randint(3, 100, (8, 8), generator=generator),
-        "pixel_values": torch.randn(8, 3, 16, 16, generator=generator),
-    }
-    save_file(arrays, tmp_path / "a.safetensors")
+    save_file(texts_and_images(), tmp_path / "a.safetensors")
     # Balanced: its temperature is a number without axes, which a measured mix decodes.
     options = chosen(folder, datasets=(str(tmp_path / "a.safetensors"),), effort="balanced")
     assert convert(options).report["accuracy"]["final"]["mean_cosine"] > 0.99
 
 
-def test_a_model_may_write_into_what_its_embedding_gives(tmp_path) -> None:
-    """BLIP's text model adds its positions in place."""
-    table = torch.nn.Embedding(4, 8).requires_grad_(False)
-    table.register_forward_hook(start_gradients)
-    out = table(torch.tensor([1, 2]))
-    out += 1
-    assert out.requires_grad
+def test_a_model_may_write_into_what_its_embedding_gives_and_keep_a_cache(chosen, tmp_path) -> None:
+    """BLIP's text model adds its positions in place, and filled its cache anew where a layer was computed again."""
+    text = {**TEXT, "max_position_embeddings": 16, "encoder_hidden_size": 64}
+    config = {**IMAGES_AND_TEXT, "text_config": text}
+    folder = saved(tmp_path / "m", "BlipForConditionalGeneration", "BlipConfig", config)
+    save_file(texts_and_images(), tmp_path / "a.safetensors")
+    result = convert(chosen(folder, datasets=(str(tmp_path / "a.safetensors"),)))
+    assert result.report["accuracy"]["final"]["mean_cosine"] > 0.99
 
 
 @pytest.mark.parametrize(
