@@ -33,6 +33,7 @@ from nstf.runtime.attention_plan import AttentionPlan, LayerPlan, PlanKLD, parse
 from nstf.runtime.kv_formats import cache_bytes, dense_bytes
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.dataset import load_text
+from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline.attention.choose import choose
 from nstf_convert.pipeline.attention.contexts import Contexts, contexts
 from nstf_convert.pipeline.attention.measured import Loss, Measure
@@ -40,7 +41,6 @@ from nstf_convert.pipeline.attention.plan import Found, answers_of, facts, head_
 from nstf_convert.pipeline.attention.profile import Profile, profile
 from nstf_convert.pipeline.attention.retrieval import compared, haystack
 from nstf_convert.pipeline.attention.simulate import by_plan
-from nstf_convert.pipeline.calibrate.text import longest_window
 from nstf_convert.streamed import StreamedModel
 
 

@@ -28,10 +28,10 @@ from nstf.runtime.artifact import open_artifact
 from nstf.runtime.engine import Engine
 from nstf.runtime.kv_formats import rotated
 from nstf_convert.dataset import load_text
+from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline.attention import simulate
 from nstf_convert.pipeline.attention.contexts import contexts
 from nstf_convert.pipeline.attention.measured import Measure, summarised
-from nstf_convert.pipeline.calibrate.text import longest_window
 
 # Bits of a number with its share of the scale, as llama.cpp stores a block of 32.
 BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}

@@ -22,6 +22,8 @@ from nstf_convert.parquet_values import column_values
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
+# Windows' tools begin a text with a mark of its encoding.
+ENCODING = "utf-8-sig"
 BLOCK_CHARS = 16 << 20
 POOL_CHARS = 64 << 20
 # What a document costs beside its characters, a blank one too: about what it takes in memory, and a little time. All may
@@ -210,7 +212,7 @@ def _documents(file: Path, field: str | None) -> Iterator[str]:
         elif file.suffix.lower() == ".parquet":
             yield from _parquet(file, field)
         else:
-            with _read_errors(file), file.open(encoding="utf-8") as stream:
+            with _read_errors(file), file.open(encoding=ENCODING) as stream:
                 yield from iter(lambda: stream.read(BLOCK_CHARS), "")
     except UnicodeDecodeError as error:
         raise UsageError(
@@ -219,7 +221,7 @@ def _documents(file: Path, field: str | None) -> Iterator[str]:
 
 
 def _jsonl(file: Path, field: str | None) -> Iterator[str]:
-    with _read_errors(file), file.open(encoding="utf-8") as lines:
+    with _read_errors(file), file.open(encoding=ENCODING) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -236,18 +238,34 @@ def _jsonl(file: Path, field: str | None) -> Iterator[str]:
 
 
 def _text_of(record: object, field: str | None, where: str) -> str:
-    """The text of one record: a string, or the first known field that holds a string or a chat."""
+    """The text of one record: a string, or the first known field that holds a string or a chat; "" where such a field is
+    null or an empty chat."""
     if isinstance(record, str) and field is None:
         return _unicode(record, where)
-    for name in (field,) if field else FIELDS:
-        value = record.get(name) if isinstance(record, dict) else None
+    fields = record if isinstance(record, dict) else {}
+    names = [name for name in ((field,) if field else FIELDS) if name in fields]
+    for name in names:
+        value = fields[name]
         if isinstance(value, str):
             return _unicode(value, where)
-        turns = value if isinstance(value, list) else []
-        if turns and all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in turns):
-            return _unicode("\n\n".join(t["content"] for t in turns), where)
+        turns = [_turn(t) for t in value] if isinstance(value, list) else []
+        if turns and None not in turns:
+            return _unicode("\n\n".join(text for texts in turns for text in texts or []), where)
+    if any(fields[name] in (None, []) for name in names):
+        return ""
     known = field or ", ".join(FIELDS)
-    raise UsageError(f"the dataset {where}: no text under {known}; name the field that has it")
+    raise UsageError(f"the dataset {where}: no text under {known}; write it under one of these names")
+
+
+def _turn(turn: object) -> list[str] | None:
+    """The texts of a turn of a chat, none where it calls a tool, several where it has parts; None for what is no turn."""
+    if not isinstance(turn, dict) or not turn.keys() & {"role", "content"}:
+        return None
+    content = turn.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return [text for text in parts if isinstance(text, str)]
+    return [] if content is None else [content] if isinstance(content, str) else None
 
 
 def _unicode(text: str, where: str) -> str:

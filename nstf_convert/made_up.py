@@ -1,7 +1,11 @@
-"""How large the inputs are that are made up for a model, images or spectrograms: a stranger's config says that alone."""
+"""How large the inputs are that are made up for a model, images, spectrograms or windows of a text: a stranger's config says
+that alone."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from nstf.errors import UsageError
 from nstf.runtime.artifact.header import short
@@ -19,3 +23,18 @@ def made_up_shape(sizes: Sequence[object]) -> tuple[int, ...]:
             f"give real inputs where a dataset is taken; nstf makes at most {MOST_ELEMENTS} elements of each"
         )
     return shape
+
+
+def longest_window(model: Any) -> int:
+    """The most tokens that a streamed model has positions for."""
+    config = model.module.config.get_text_config()
+    limits = [
+        getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_target_positions")
+    ]
+    # OPT and RoBERTa count their positions from 2.
+    found = [v - 2 if v <= 2050 and v % 64 == 2 else v for v in limits if isinstance(v, int) and v > 0]
+    for path, table in model.module.named_modules():
+        # RoBERTa, ESM and others: from behind the one of padding.
+        if "position" in path and isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            found.append(max(1, table.num_embeddings - table.padding_idx - 1))
+    return min(found or [1 << 30])

@@ -273,10 +273,12 @@ class ConvertOptions:
                 object.__setattr__(self, "prefer", "size")
         for known in fields(self):
             value, meta = getattr(self, known.name), known.metadata
-            if isinstance(value, int | float) and not meta.get("min", value) <= value <= meta.get(
-                "max", value
-            ):
-                raise UsageError(f"`{known.name}` cannot be {value}: it must be at least {meta.get('min')}")
+            if not isinstance(value, int | float):
+                continue
+            low, high = meta.get("min", value), meta.get("max", value)
+            if not low <= value <= high:
+                bound = f"at most {high}" if value > high else f"at least {low}"
+                raise UsageError(f"`{known.name}` cannot be {value}: it must be {bound}")
         for name in ("memory", "gpu_memory"):
             if not isinstance(getattr(self, name), int | None):
                 raise UsageError(f"{name} is a number of bytes, such as 6 << 30, not {getattr(self, name)!r}")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import CorruptError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.runtime.artifact.config import Limits, limits_of
 from nstf_convert.device_weights import DeviceWeights
 
@@ -25,6 +25,12 @@ RESIDENT_BYTES = 256 * 1024
 RESIDENT_POSITIONS = 8192
 # Tokens the decoder of a speech model reads when the data has none.
 DECODER_TOKENS = 32
+# What a model is compared by: the first of these that it returns, several joined. The ends of an answer, the words of a
+# model that learns from two tasks, text and images as the same vectors, a passage as one.
+OUTPUTS: tuple[tuple[str, ...], ...] = (
+    ("logits",), ("last_hidden_state",), ("encoder_last_hidden_state",), ("start_logits", "end_logits"),
+    ("prediction_logits",), ("text_embeds", "image_embeds"), ("text_embeds", "audio_embeds"), ("pooler_output",),
+)  # fmt: skip
 
 Source = Callable[[str], Tensor]
 
@@ -68,6 +74,11 @@ class StreamedModel:
 
         self.config = config
         self.module: Any = build_skeleton(config, limits=limits)
+        # A cache would be filled twice where a layer is recomputed for its gradients. BLIP's text reads its own config.
+        for part in self.module.modules():
+            settings: Any = getattr(part, "config", None)
+            if hasattr(settings, "use_cache"):
+                settings.use_cache = False
         self.device = device or torch.device("cpu")
         self._ties = dict(ties or {})
         self._names = self._stored_names()
@@ -198,7 +209,7 @@ class StreamedModel:
         return logits
 
     def outputs(self, **inputs: Tensor) -> Tensor:
-        """The main output of a model that is not a language model: logits, or the last hidden state.
+        """The main output of a model that is not a language model: logits, or the last hidden state, or what OUTPUTS names.
 
         An encoder-decoder that is given no `decoder_input_ids` gets some: the text itself, or words of its vocabulary.
         """
@@ -206,16 +217,32 @@ class StreamedModel:
         inputs = {n: v.to(self.device) for n, v in inputs.items()}
         extra: dict[str, Any] = {}
         if getattr(self.module.config, "is_encoder_decoder", False):
-            # A cache would be filled twice where a layer is recomputed for its gradients.
             extra["use_cache"] = False
             if "decoder_input_ids" not in inputs:
                 extra["decoder_input_ids"] = self._decoder_inputs(inputs)
         out = self.module(**inputs, **extra)
-        for name in ("logits", "last_hidden_state", "encoder_last_hidden_state"):
-            value = getattr(out, name, None)
-            if isinstance(value, Tensor):
-                return value
-        raise ValueError(f"{type(self.module).__name__} returns neither logits nor hidden states")
+        for names in OUTPUTS:
+            values = [v for v in (getattr(out, name, None) for name in names) if isinstance(v, Tensor)]
+            if len(values) == len(names):
+                return values[0] if len(values) == 1 else torch.cat(values, dim=-1)
+        raise UnsupportedError(
+            f"{type(self.module).__name__} returns no output that is compared here ({', '.join(sum(OUTPUTS, ()))})"
+        )
+
+    def try_outputs(self, hint: str, **inputs: Tensor) -> Tensor:
+        """As `outputs`, of inputs that were made for the model. Raises UsageError where its own code fails on them: it may
+        read images beside a text. hint: what to do."""
+        try:
+            return self.outputs(**inputs)
+        except (NstfError, IndexError):  # tokens beyond a table are said by others
+            raise
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            reason, kind = " ".join(str(error).split())[:200], type(self.module).__name__
+            raise UsageError(
+                f"{kind} does not run on {', '.join(inputs)} alone ({reason}): {hint}"
+            ) from error
 
     def _decoder_inputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
         config = self.module.config

@@ -60,6 +60,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
         try:
             made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             _check_settings(made)
+            _check_vocabulary(made, files)
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
@@ -70,7 +71,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             if fault := disk_fault(error):
                 raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
             reason = " ".join(str(error).split()).replace(folder, where)[:300]
-            names = ", ".join(sorted(set(files) - set(_NOT_TOKENIZER)))
+            names = ", ".join(sorted(set(files) - set(_NOT_TOKENIZER))) or "no files"
             raise UnsupportedError(
                 f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error
@@ -83,6 +84,22 @@ def _check_settings(tokenizer: Any) -> None:
     longest = getattr(tokenizer, "model_max_length", 0)
     if type(longest) not in (int, float):
         raise ValueError(f"model_max_length is {short(longest)}, expected a number")
+
+
+def _check_vocabulary(made: Any, files: Mapping[str, bytes]) -> None:
+    """Raises ValueError for a tokenizer whose words are in none of its files: transformers makes an empty one, which takes
+    every word for an unknown one. Those of bytes and letters need no file."""
+    kinds = getattr(getattr(made, "tokenizer", made), "vocab_files_names", None)
+    settings = (
+        _SETTINGS,
+        _SPECIAL_TOKENS,
+        "config.json",
+        "added_tokens.json",
+        "chat_template.json",
+        ".jinja",
+    )
+    if kinds and all(name.endswith(settings) for name in files):
+        raise ValueError(f"its vocabulary is missing ({' or '.join(sorted(set(kinds.values())))})")
 
 
 def _without_code(name: str, content: bytes, where: str) -> bytes:

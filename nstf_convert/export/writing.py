@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
+from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
 
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).
@@ -26,6 +28,11 @@ CARD = ".md"
 UNFINISHED = ".nstf-unfinished"
 # What a single file was, in that folder, until its weights have been replaced.
 OLDER = ".nstf-older"
+# What exports write into folders: all that a newer one may remove.
+WRITTEN = frozenset(("README.md", "config.json", *SETTINGS, *CONTENT))
+WEIGHTS = re.compile(
+    r"model(?:-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|.+\.(?:gguf|onnx|onnx\.data)"
+)
 
 
 def check_destination(
@@ -44,6 +51,12 @@ def check_destination(
     # A folder of something else, the original model's above all, is never removed for a slip of the keyboard.
     if output.is_dir() and not _is_export(output):
         raise UsageError(f"the output {output} is a folder that is no export of nstf: give another output")
+    # Nor is what somebody keeps in an export: its .git where it is a repository, an adapter, notes.
+    if output.is_dir() and (added := _added(output)):
+        raise UsageError(
+            f"the output {output} holds {added[0]}, which no export writes and replacing the folder would remove: move it, "
+            "or give another output"
+        )
     # Nor is a file for a folder; and a device or a pipe for nothing: root can put a folder in the place of /dev/null.
     if output.is_dir() == single_file or not (output.is_dir() or output.is_file()):
         raise UsageError(
@@ -67,6 +80,16 @@ def _is_export(folder: Path) -> bool:
         return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise NstfError(f"{card}: cannot be read ({error.strerror}); check the disk") from error
+
+
+def _added(folder: Path) -> list[str]:
+    """The names in an older export's folder that are not of an export's files."""
+    with disk_errors(folder):
+        return sorted(
+            entry.name
+            for entry in os.scandir(folder)
+            if not (entry.name in WRITTEN or WEIGHTS.fullmatch(entry.name)) or entry.is_dir()
+        )
 
 
 def check_space(output: Path, size_bytes: int) -> None:

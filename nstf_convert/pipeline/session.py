@@ -23,11 +23,12 @@ from nstf_convert import processes
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.checkpoint.storable import check_storable
 from nstf_convert.inputs import keep_apart
+from nstf_convert.made_up import longest_window
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
-from nstf_convert.pipeline.calibrate.text import Data, longest_window
+from nstf_convert.pipeline.calibrate.text import Data
 from nstf_convert.pipeline.helpers import Helpers, count_beside
 from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.machine import Machine, machine

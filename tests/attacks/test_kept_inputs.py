@@ -194,12 +194,12 @@ def test_no_export_writes_over_the_artifact_with_a_file_beside_it(
 def test_an_export_of_a_folder_keeps_weights_that_the_source_has_in_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_onnx(folder / "o.onnx", "o.weights")
-    (folder / "o.weights").rename(folder / "exported" / "o.weights")
-    (folder / "o.weights").symlink_to("exported/o.weights")
+    save_onnx(folder / "o.onnx", "o.onnx.data")
+    (folder / "o.onnx.data").rename(folder / "exported" / "o.onnx.data")
+    (folder / "o.onnx.data").symlink_to("exported/o.onnx.data")
     before = contents(folder)
     words = ["export", "m.nstf", "--to", "onnx", "--overwrite", "--source", "o.onnx", "-o", "exported"]
-    assert run(words) == 2 and "would replace o.weights" in capsys.readouterr().err
+    assert run(words) == 2 and "would replace o.onnx.data" in capsys.readouterr().err
     assert contents(folder) == before
 
 

@@ -228,6 +228,7 @@ def other_files(folder: Path, kind: str, name: str, stated: dict[str, Any]) -> P
     files = {"tokenizer_config": {"tokenizer_class": kind}}
     files[name] = {**files.get(name, {}), **stated}
     content = {f"{k}.json": json.dumps(v).encode() for k, v in files.items()}
+    content["words.txt"] = b""  # without one that may hold its words there is no tokenizer at all
     write_artifact(folder / "m.nstf", tensors(), {"config.json": json.dumps(LLAMA).encode(), **content})
     return folder / "m.nstf"
 

@@ -27,6 +27,9 @@ def test_python_is_told_what_it_got_wrong(tiny) -> None:
         nstf_convert.convert(tiny.folder, budget=0.5, sampels=3)
     with pytest.raises(UsageError, match="the effort 'quick' is not known: choose fast, balanced, best"):
         nstf_convert.convert(tiny.folder, budget=0.5, effort="quick")
+    for threads, bound in ((0, "at least 1"), (2000, "at most 1024")):
+        with pytest.raises(UsageError, match=f"`threads` cannot be {threads}: it must be {bound}"):
+            nstf_convert.convert(tiny.folder, budget=0.5, threads=threads)
 
 
 def test_an_effort_decides_what_no_switch_says(tmp_path) -> None:

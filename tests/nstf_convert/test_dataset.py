@@ -57,6 +57,43 @@ def test_jsonl_takes_text_content_or_messages(tmp_path: Path) -> None:
     assert list(load_text(path)) == ["a", "b", "c\n\nd", "e", "f"]
 
 
+SPARSE = [
+    {"text": "a"},
+    {"text": None},
+    {"messages": []},
+    {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "tool", "content": "b"},
+        ]
+    },
+    {
+        "messages": [
+            {"role": "assistant"},
+            {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "image"}]},
+        ]
+    },
+    {"text": None, "prompt": "d"},
+]
+
+
+def test_records_without_a_text_are_passed_over(tmp_path: Path) -> None:
+    """One null, or a call of a tool in a chat, refused a whole dataset."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, SPARSE)))
+    assert list(load_text(path)) == ["a", "", "", "b", "c", "d"]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chats: list[Any] = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], [], None]
+    parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "x.parquet")
+    assert list(load_text(tmp_path / "x.parquet")) == ["a", ""]
+
+
+@pytest.mark.parametrize("name, content", [("x.jsonl", '{"text": "a"}\n'), ("x.txt", "a")])
+def test_the_mark_of_an_encoding_is_no_text(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(load_text(tmp_path / name)) == ["a"]
+
+
 def test_a_line_of_more_values_than_text_is_refused(tmp_path: Path) -> None:
     """30 MiB of empty objects took 1,001."""
     path = tmp_path / "x.jsonl"
@@ -78,7 +115,7 @@ def test_jsonl_takes_the_named_field(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"text": "a", "body": "b"}))
     assert list(load_text(path, field="body")) == ["b"]
-    with pytest.raises(UsageError, match="line 1: no text under missing; name the field"):
+    with pytest.raises(UsageError, match="line 1: no text under missing; write it under"):
         list(load_text(path, field="missing"))
 
 

@@ -17,6 +17,7 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.cpu import ext
 from nstf.kernels.formats import decode
 from nstf.runtime.artifact import Shared, parse_header, write_artifact
+from nstf.runtime.tokenizer_files import tokenizer_from_files
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM",
@@ -258,6 +259,22 @@ def test_an_artifact_without_tokenizer_says_so(tiny: ModuleType, tmp_path: Path)
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
     with pytest.raises(UnsupportedError, match="no tokenizer inside"):
         nstf.runtime.load_tokenizer(path)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "gpt2"])
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_config.json": b'{"model_max_length": 512}'}], ids=len)
+def test_a_tokenizer_without_its_words_is_none(kind: str, settings: dict[str, bytes]) -> None:
+    """transformers made one that knows no word, with which models were calibrated and measured."""
+    files = {"config.json": json.dumps({"model_type": kind}).encode(), **settings}
+    with pytest.raises(
+        UnsupportedError, match=r"cannot build a tokenizer of .+: its vocabulary is missing \(\w"
+    ):
+        tokenizer_from_files(files, "./model")
+
+
+def test_a_tokenizer_of_bytes_needs_no_file() -> None:
+    files = {"tokenizer_config.json": b'{"tokenizer_class": "ByT5Tokenizer"}'}
+    assert tokenizer_from_files(files, "./model")("a")["input_ids"] == [100, 1]
 
 
 def test_loading_imports_nothing_of_the_conversion_side(tiny: ModuleType, tmp_path: Path) -> None:

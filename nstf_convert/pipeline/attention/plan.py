@@ -16,6 +16,7 @@ from nstf.errors import UsageError
 from nstf.runtime.attention_plan import AttentionPlan, LengthResult, PlanKLD
 from nstf.runtime.kv_formats import BLOCK
 from nstf_convert.dataset import load_text
+from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline.attention import possible, simulate
 from nstf_convert.pipeline.attention.choose import check_budget, choose
 from nstf_convert.pipeline.attention.chooser import Chosen
@@ -89,7 +90,7 @@ def find_profile(session: Session) -> Found:
     if kept is not None:
         return _unpacked(*kept)
     with session.stages.stage("attention profile"):
-        limit = texts.longest_window(model)
+        limit = longest_window(model)
         wanted = options.context or min(CONTEXT, limit)
         cut = contexts(session.tokenizer(), _sources(session), wanted, limit)
         session.job.check_datasets()

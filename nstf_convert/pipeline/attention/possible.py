@@ -5,12 +5,12 @@ from typing import Any
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime.kv_formats import BLOCK
+from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline.attention import simulate
 from nstf_convert.pipeline.attention.contexts import SHORTEST, WINDOWS, check_length
 from nstf_convert.pipeline.attention.measured import LOGITS
 from nstf_convert.pipeline.attention.profile import FORMATS, SAMPLED_BLOCKS
 from nstf_convert.pipeline.calibrate.gradients import HEAD_ELEMENTS
-from nstf_convert.pipeline.calibrate.text import longest_window
 from nstf_convert.pipeline.machine import BASE_BYTES, GPU_BASE_BYTES, Machine
 from nstf_convert.pipeline.session import Session
 

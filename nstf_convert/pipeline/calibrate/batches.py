@@ -119,5 +119,6 @@ def prepared(batch: Batch, tokens: int | None = None) -> Batch:
 
 
 def start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    """A hook behind an embedding, whose ids no gradient can flow to: it starts at the embedding's output."""
-    return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_()
+    """A hook behind an embedding, whose ids no gradient can flow to: it starts at the embedding's output, as a copy that a
+    model may write into (BLIP adds positions there)."""
+    return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_().clone()

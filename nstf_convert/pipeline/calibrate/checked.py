@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError, NstfError, out_of_memory
+from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline.attention import simulate
 from nstf_convert.pipeline.attention.facts import check_attention
 from nstf_convert.pipeline.calibrate.batches import digest, model_output, split_batches
 from nstf_convert.pipeline.calibrate.facts import SPLITS, Problem, check_metadata, short
 from nstf_convert.pipeline.calibrate.hessians import weights_of_moments
-from nstf_convert.pipeline.calibrate.text import Batch, Data, longest_window
+from nstf_convert.pipeline.calibrate.text import Batch, Data, tokens_of
 from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 from nstf_convert.streamed import StreamedModel
@@ -165,15 +166,8 @@ class _Check:
 
     def _vocabulary(self) -> float:
         """Tokens that the model has an embedding of, and a language model logits for."""
-        get = getattr(self.model.module, "get_input_embeddings", None)
-        try:
-            table = get() if get is not None else None
-        except NotImplementedError:  # a model without a table
-            table = None
-        sizes = [table.num_embeddings] if isinstance(table, nn.Embedding) else []
-        if self.language:
-            sizes.append(self._head_shape()[0])
-        return min(sizes, default=math.inf)
+        sizes = [tokens_of(self.model), self._head_shape()[0] if self.language else None]
+        return min((size for size in sizes if size is not None), default=math.inf)
 
     def _head_shape(self) -> tuple[int, int]:
         """(vocabulary, hidden size)."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import UsageError, out_of_memory
-from nstf_convert.dataset import load_text, tokenise_windows
-from nstf_convert.made_up import made_up_shape
+from nstf.errors import UnsupportedError, UsageError, out_of_memory
+from nstf_convert.dataset import Windows, load_text, tokenise_windows
+from nstf_convert.made_up import longest_window, made_up_shape
 from nstf_convert.streamed import StreamedModel
 
 Batch = dict[str, Tensor]
@@ -28,6 +28,9 @@ HELD_OUT_SHARE = 0.25
 ORIGINS = ("dataset", "mixed", "model", "documentation", "noise")
 # Windows an encoder is calibrated on are shorter: sentences, not documents.
 ENCODER_SEQ_LEN = 128
+REAL_INPUTS = (
+    "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"
+)
 # Code that every CPython has: long modules of different kinds.
 CODE_MODULES = (
     "argparse.py", "ast.py", "calendar.py", "collections/__init__.py", "configparser.py", "csv.py", "dataclasses.py",
@@ -103,6 +106,7 @@ def _windows(
         windows = tokenise_windows(
             tokenizer, documents, seq_len, per_fit, per_held + per_report, seed + number, path
         )
+        _check_tokens(model, windows)
         held, report = windows.held_out[:per_held], windows.held_out[per_held:]
         for split, ids in (("fit", windows.fit), ("held_out", held), ("report", report)):
             found[split].append([(readable(Path(path).name), row) for row in _rows(ids)])
@@ -140,6 +144,7 @@ def documentation_data(model: StreamedModel, tokenizer: Any, samples: int, seed:
     windows = tokenise_windows(
         tokenizer, manual(), seq_len, samples, HELD_OUT_WINDOWS + REPORT_WINDOWS, seed, "the Python manual"
     )
+    _check_tokens(model, windows)
     rows = _rows(torch.cat([windows.fit, windows.held_out]))
     return _split(model.is_causal_lm, rows, samples, {"origin": "documentation", "seq_len": seq_len})
 
@@ -194,14 +199,9 @@ def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel
     for name, array in arrays.items():
         if array.is_complex() or array.numel() == 0 or not bool(array.isfinite().all()):
             raise UsageError(f"the dataset {path}: {name} has to hold finite numbers")
-        table = model.module.get_input_embeddings() if name == "input_ids" else None
-        if (
-            isinstance(table, nn.Embedding)
-            and not 0 <= int(array.min()) <= int(array.max()) < table.num_embeddings
-        ):
-            raise UsageError(
-                f"the dataset {path}: {name} has tokens outside the model's {table.num_embeddings}"
-            )
+        count = tokens_of(model) if name == "input_ids" else None
+        if count is not None and not 0 <= int(array.min()) <= int(array.max()) < count:
+            raise UsageError(f"the dataset {path}: {name} has tokens outside the model's {count}")
     # Several together, as later: the first ones, and those with the least and the largest numbers that may look things up.
     whole = (
         a.reshape(len(a), -1) for a in arrays.values() if not a.is_floating_point() and a.dtype != torch.bool
@@ -269,17 +269,23 @@ def _split(language: bool, batches: Sequence[Batch], fit: int, source: dict[str,
     return Data(language, parts[0], parts[1], {**source, **counts}, parts[2], domains)
 
 
-def longest_window(model: StreamedModel) -> int:
-    """The most tokens the model has positions for."""
-    config = model.module.config.get_text_config()
-    limits = [
-        getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_target_positions")
-    ]
-    # OPT and RoBERTa count their positions from 2.
-    return min(
-        [v - 2 if v <= 2050 and v % 64 == 2 else v for v in limits if isinstance(v, int) and v > 0]
-        or [1 << 30]
-    )
+def tokens_of(model: StreamedModel) -> int | None:
+    """How many tokens the model has an embedding of, or None where it has no table or does not say which (CLIP)."""
+    get = getattr(model.module, "get_input_embeddings", None)
+    try:
+        table = get() if get is not None else None
+    except NotImplementedError:
+        return None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _check_tokens(model: StreamedModel, windows: Windows) -> None:
+    """Raises UnsupportedError for tokens that the model has no embedding of: some were added to its tokenizer alone."""
+    count, found = tokens_of(model), torch.cat([windows.fit, windows.held_out])
+    if count is not None and (highest := int(found.max())) >= count:
+        raise UnsupportedError(
+            f"the tokenizer makes token {highest}, beyond the model's vocabulary of {count}; take the model's own"
+        )
 
 
 def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
@@ -295,8 +301,7 @@ def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
         bands, positions = made_up_shape((config.num_mel_bins, getattr(config, "max_source_positions", 1500)))
         return name, made_up_shape((bands, 2 * positions))
     raise UsageError(
-        f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: "
-        "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"
+        f"{type(model.module).__name__} takes {name or 'inputs of an unknown kind'}, which cannot be made up: {REAL_INPUTS}"
     )
 
 

@@ -18,9 +18,10 @@ def decoded(encoded: EncodedTensor, device: torch.device) -> Tensor:
     """float32 on `device`, the same values as `decode`; rows a part at a time where the encoding is by rows, so that the
     table of a large vocabulary takes 4 bytes a weight instead of up to 18."""
     encoded = on_device(encoded, device)
-    rows, elements = encoded.shape[0], math.prod(encoded.shape)
+    elements = math.prod(encoded.shape)
     if elements <= PART or not row_wise(encoded):
         return decode(encoded, torch.float32)
+    rows = encoded.shape[0]
     out = torch.empty(encoded.shape, device=device)
     step = max(1, PART * rows // elements)
     for start in range(0, rows, step):

@@ -126,14 +126,34 @@ def test_an_older_export_is_replaced_only_when_asked(artifact: Path, tmp_path: P
     words = ["export", str(artifact), "-o", str(tmp_path / "x")]
     assert run(words) == 0 and run(words) == 2
     assert "or --overwrite" in capsys.readouterr().err
-    (tmp_path / "x" / "old").write_text("")
+    older = tmp_path / "x" / "model-00001-of-00002.safetensors"
+    older.write_text("")
     assert run([*words, "--overwrite"]) == 0
-    assert not (tmp_path / "x" / "old").exists()
+    assert not older.exists()
     # A folder that is no export is not removed, whatever was said.
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_text("")
     assert run(["export", str(artifact), "-o", str(tmp_path / "photos"), "--overwrite"]) == 2
     assert (tmp_path / "photos" / "a.jpg").exists()
+
+
+@pytest.mark.parametrize("name", [".git", "notes.txt", "adapter_model.safetensors", "tokenizer.json"])
+def test_what_somebody_keeps_in_an_older_export_is_not_removed(
+    artifact: Path, tmp_path: Path, capsys: Any, name: str
+) -> None:
+    """Exports replace whole folders: a repository lost its .git."""
+    words = ["export", str(artifact), "-o", str(tmp_path / "x"), "--overwrite"]
+    assert run(words) == 0
+    kept = tmp_path / "x" / name
+    if is_folder := name in (".git", "tokenizer.json"):
+        kept.unlink(missing_ok=True)
+        kept.mkdir()
+    mine = kept / "mine" if is_folder else kept
+    mine.write_text("mine")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert run(words) == 2
+    assert f"holds {name}, which no export writes" in capsys.readouterr().err
+    assert mine.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("target", list(exports.TARGETS))

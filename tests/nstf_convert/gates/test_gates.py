@@ -1,9 +1,11 @@
 import json
 import math
+import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+import transformers
 
 from nstf.errors import UsageError
 from nstf_convert.cli import run
@@ -17,6 +19,8 @@ from nstf_convert.gates.evaluate import (
     text_batches,
 )
 from nstf_convert.gates.junit import junit_xml
+from nstf_convert.gates.measuring import measure
+from nstf_convert.gates.sides import open_side
 from nstf_convert.measure import Similarity
 
 WINDOWS = ("--windows", "4", "--seq-len", "64")
@@ -189,3 +193,44 @@ def test_numbers_of_a_config_that_are_none_are_refused(wrong: dict[str, object])
     config = {"num_mel_bins": 8, "is_encoder_decoder": True, "decoder_start_token_id": 1}
     with pytest.raises(UsageError, match=r"cannot be made up|a token is needed"):
         synthetic_batches({**config, **wrong}, 1, seed=0)
+
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+
+
+def measured(tiny, folder, kind: str, **settings):
+    """The figures and the protocol of a model of that class against itself, with windows of 512 tokens."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    cls(cls.config_class(vocab_size=100, **settings)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json") * (kind != "ViTModel"):
+        shutil.copy(tiny.folder / name, folder)
+    with open_side(str(folder)) as test, open_side(str(folder)) as reference:
+        return measure(reference, test, tiny.text, 2, 512)
+
+
+def test_windows_are_as_long_as_the_model_can_read(tiny, tmp_path, caplog):
+    """By default they ended in an IndexError where a model has fewer positions, which was laid to its tokenizer."""
+    found, protocol = measured(
+        tiny, tmp_path, "GPT2LMHeadModel", n_positions=64, n_embd=16, n_layer=1, n_head=2
+    )
+    assert (found.windows, protocol["seq_len"], protocol["scored_per_window"]) == (2, 64, 31)
+    assert "the model has positions for 64 tokens: windows of so many, not of 512" in caplog.text
+
+
+def test_inputs_of_an_encoder_are_as_long_as_it_can_read(tiny, tmp_path):
+    _, protocol = measured(tiny, tmp_path, "BertModel", max_position_embeddings=32, **SMALL)
+    assert protocol["inputs"] == "text" and protocol["dataset"] == str(tiny.text)
+
+
+def test_a_text_that_nobody_reads_is_not_called_the_dataset(tiny, tmp_path, caplog):
+    _, protocol = measured(tiny, tmp_path, "ViTModel", image_size=16, patch_size=8, **SMALL)
+    assert protocol["inputs"] == "seeded noise" and protocol["dataset"] is None
+    assert "holds no tokenizer: measured on seeded noise, not on" in caplog.text
+
+
+def test_a_model_that_reads_more_than_a_text_is_said_to(tiny, tmp_path):
+    """It was an AttributeError of transformers."""
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    with pytest.raises(UsageError, match="CLIPModel does not run on input_ids, attention_mask alone"):
+        measured(tiny, tmp_path, "CLIPModel", text_config={**SMALL, "vocab_size": 100}, vision_config=vision)

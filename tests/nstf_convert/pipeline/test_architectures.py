@@ -8,10 +8,14 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from nstf.errors import UsageError
 from nstf.runtime import load
+from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.made_up import longest_window
 from nstf_convert.pipeline import calibrate, convert
 from nstf_convert.pipeline.calibrate import gradients, make
 from nstf_convert.pipeline.calibrate.checked import check_given
+from nstf_convert.pipeline.calibrate.one_input import one_input
 from nstf_convert.pipeline.session import Session
 from nstf_convert.pipeline.store.tensorfile import TensorFile
 from nstf_convert.streamed import StreamedModel
@@ -156,3 +160,73 @@ def test_a_weight_that_is_computed_of_others_is_converted_and_runs(kind, chosen,
             logits.append(model(sound[:2]).logits)
     assert torch.equal(*positions)
     assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
+
+
+VISION = {k: v for k, v in TEXT.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+IMAGES_AND_TEXT = {"text_config": {**TEXT, "max_position_embeddings": 16}, "vision_config": VISION}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["BertForPreTraining", "BertForQuestionAnswering", "DPRContextEncoder"]
+)
+def test_models_that_return_neither_logits_nor_hidden_states_are_converted(
+    architecture: str, chosen, tmp_path
+) -> None:
+    """They ended in a ValueError."""
+    config = "DPRConfig" if architecture.startswith("DPR") else "BertConfig"
+    folder = saved(tmp_path / "m", architecture, config, {**TEXT, "max_position_embeddings": 64})
+    ids = torch.randint(3, 100, (8, 16), generator=torch.Generator().manual_seed(0))
+    save_file({"input_ids": ids}, tmp_path / "a.safetensors")
+    result = convert(chosen(folder, datasets=(str(tmp_path / "a.safetensors"),)))
+    assert result.report["accuracy"]["final"]["mean_cosine"] > 0.99
+
+
+def texts_and_images() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "input_ids": torch.randint(3, 100, (8, 8), generator=generator),
+        "pixel_values": torch.randn(8, 3, 16, 16, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("architecture", ["CLIP", "Siglip"])
+def test_a_model_of_text_and_images_asks_for_both(architecture: str, chosen, tmp_path) -> None:
+    """It ended in an AttributeError of transformers, for what was made up is a text alone."""
+    folder = saved(tmp_path / "m", f"{architecture}Model", f"{architecture}Config", IMAGES_AND_TEXT)
+    model = StreamedModel.from_checkpoint(open_checkpoint(folder))
+    with pytest.raises(UsageError, match=r"Model does not run on input_ids alone \(.+\): give real inputs"):
+        one_input(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)})
+    save_file(texts_and_images(), tmp_path / "a.safetensors")
+    # Balanced: its temperature is a number without axes, which a measured mix decodes.
+    options = chosen(folder, datasets=(str(tmp_path / "a.safetensors"),), effort="balanced")
+    assert convert(options).report["accuracy"]["final"]["mean_cosine"] > 0.99
+
+
+def test_a_model_may_write_into_what_its_embedding_gives_and_keep_a_cache(chosen, tmp_path) -> None:
+    """BLIP's text model adds its positions in place, and filled its cache anew where a layer was computed again."""
+    text = {**TEXT, "max_position_embeddings": 16, "encoder_hidden_size": 64}
+    config = {**IMAGES_AND_TEXT, "text_config": text}
+    folder = saved(tmp_path / "m", "BlipForConditionalGeneration", "BlipConfig", config)
+    save_file(texts_and_images(), tmp_path / "a.safetensors")
+    result = convert(chosen(folder, datasets=(str(tmp_path / "a.safetensors"),)))
+    assert result.report["accuracy"]["final"]["mean_cosine"] > 0.99
+
+
+@pytest.mark.parametrize(
+    "architecture, config", [("RobertaModel", "RobertaConfig"), ("EsmModel", "EsmConfig")]
+)
+def test_positions_that_begin_behind_the_one_of_padding_are_fewer(
+    architecture: str, config: str, tmp_path
+) -> None:
+    """Windows of 128 tokens ended in an IndexError."""
+    settings = {
+        **TEXT,
+        "max_position_embeddings": 128,
+        "pad_token_id": 1,
+        "position_embedding_type": "absolute",
+    }
+    folder = saved(tmp_path / "m", architecture, config, settings)
+    model = StreamedModel.from_checkpoint(open_checkpoint(folder))
+    longest = longest_window(model)
+    assert longest == 126
+    assert model.outputs(input_ids=torch.full((1, longest), 7)).shape[1] == longest

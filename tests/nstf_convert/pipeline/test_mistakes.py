@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nstf.errors import CorruptError, NstfError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf_convert import dataset as texts
 from nstf_convert.checkpoint import source
 from nstf_convert.pipeline import calibrate, convert
@@ -279,6 +279,19 @@ def test_results_of_another_tokenizer_are_not_taken(options, small, tmp_path) ->
     file.write_text(json.dumps(stated))
     with pytest.raises(UsageError, match=r"another job \(tokenizer: .*model has changed\)"):
         convert(options(**chosen, force=True))
+
+
+def test_tokens_that_the_model_has_no_embedding_of_are_said(options, small, tmp_path) -> None:
+    """In Python it was an IndexError, and left a work directory: words are easily added to a tokenizer alone."""
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    file = model / "tokenizer.json"
+    stated = json.loads(file.read_text())
+    known = stated["model"]["vocab"]
+    stated["model"]["vocab"] = {word: number + 1000 * (number > 9) for word, number in known.items()}
+    file.write_text(json.dumps(stated))
+    with pytest.raises(UnsupportedError, match=r"makes token \d+, beyond the model's vocabulary of \d+"):
+        convert(options(model=str(model)))
+    assert not list(tmp_path.glob("**/*.work"))
 
 
 def test_results_of_other_own_texts_are_not_taken(options, tmp_path, monkeypatch) -> None:
