@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from nstf.errors import UsageError
 from nstf.runtime.artifact.header import short
 from nstf_convert.budget import Budget
-from nstf_convert.checkpoint.paths import check_path
+from nstf_convert.checkpoint.paths import check_path, expanded
 from nstf_convert.keywords import ConvertKeywords
 
 
@@ -250,9 +250,9 @@ class ConvertOptions:
             )
         if self.attention_plan is False and self.context is not None:
             raise UsageError("`context` is for an attention plan: leave it or `attention_plan=False` out")
-        for name in ("work_dir", "calibration"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
+        for name in ("output", "work_dir", "calibration"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, expanded(getattr(self, name)))
         for path in (self.output, *self.datasets, self.work_dir, self.calibration):
             if path is not None:
                 check_path(path)

@@ -4,11 +4,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from nstf_convert.checkpoint.paths import expanded
 from nstf_convert.options import ConvertOptions
 
 FIELDS: Mapping[str, Field] = {f.name: f for f in fields(ConvertOptions) if "help" in f.metadata}
@@ -97,7 +99,12 @@ _WORDS = {"int": "N", "float": "X", "str": "TEXT", "path": "PATH"}
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose `--help` lists the options under the groups they were given, and says what they take in words."""
+    """A command whose `--help` lists the options under the groups they were given, and says what they take in words. Its
+    paths may begin with `~`, which a shell leaves alone in `--output=~/model.nstf`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        ctx.params = {name: _at_home(value) for name, value in ctx.params.items()}
+        return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """`MODEL`, `[PROMPT]`: not typer's `{model}`."""
@@ -117,6 +124,12 @@ class GroupedCommand(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    return expanded(value) if isinstance(value, Path) else value
 
 
 def _argument() -> type:

@@ -77,6 +77,20 @@ def test_without_an_output_the_file_is_named_after_the_model(nstf, pipeline, tin
     assert "wrote model.nstf" in result.out
 
 
+def test_paths_may_begin_in_a_home_folder_that_the_shell_left_alone(
+    nstf, pipeline, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["--output=~/m.nstf", "--work-dir=~/w", "--report=~/r.json", "--budget", "0.5"]
+    done = nstf("convert", tiny.folder, *words)
+    assert done.code == 0, done.err
+    assert pipeline.options.output == tmp_path / "m.nstf" and pipeline.options.work_dir == tmp_path / "w"
+    assert (tmp_path / "r.json").is_file()
+    (tmp_path / "w.txt").write_text("")
+    done = nstf("convert", tiny.folder, "--output=~/n.nstf", "--work-dir=~/w.txt", "--budget", "0.5")
+    assert done.code == 2 and f"--work-dir {tmp_path}/w.txt is a file" in done.err
+
+
 def test_a_place_that_takes_no_file_is_said_before_the_work(nstf, pipeline, tiny, tmp_path, monkeypatch):
     pipe = tmp_path / "a.json"
     os.mkfifo(pipe)
