@@ -166,7 +166,7 @@ def prepare(folder: Path, inputs: Path, command: Command) -> None:
         (folder / command.output / "README.md").write_text(
             "tags:\n- nstf\n"
         )  # what makes it an export of ours
-        (folder / command.output / "old").write_bytes(OLD)
+        (folder / command.output / "model-00009-of-00009.safetensors").write_bytes(OLD)
 
 
 def record(runner: faults.Runner, folder: Path, inputs: Path, command: Command) -> Recorded:
