@@ -30,11 +30,11 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
     for source in inputs:
         if source is None:
             continue
-        if not _is_there(Path(source)):  # a hub name
+        given = _written_out(source)
+        if not _is_there(given):  # a hub name
             if _is_cached(place, str(source)):
                 raise UsageError(f"{what} {path} lies where {source} is kept: put it elsewhere")
             continue
-        given = Path(source)
         if same_file(place, given):
             raise UsageError(f"{what} {path} is the input{_named(path, source)}: give another name")
         if any(same_file(place, file) for file in _beside(given, place)):
@@ -123,6 +123,14 @@ def _beside(source: Path, place: Path) -> list[Path]:
 
     folder = source.absolute().parent
     return [folder / name for name in ("config.json", *SETTINGS, *CONTENT)]
+
+
+def _written_out(path: str | Path) -> Path:
+    """The path with `~` as a home folder, as who reads it takes it; of a user who has none, others say that."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _is_there(path: Path) -> bool:

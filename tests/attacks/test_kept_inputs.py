@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a text " * 100)
     (tmp_path / "exported").mkdir()
-    (tmp_path / "exported" / "README.md").write_text(f"tags:\n{MARK}\n")
+    (tmp_path / "exported" / "README.md").write_text(f'tags:\n{MARK}\n"s.onnx" "o.onnx"\n')
     for name in ("c.calibration", "s.onnx", "exported/s.onnx"):
         (tmp_path / name).write_bytes(b"an input")
     shutil.copytree(MODEL, tmp_path / "model")
@@ -104,6 +104,21 @@ def test_nor_by_a_conversion_in_python(folder: Path) -> None:
                 calibration=Path("c.calibration"),
                 force=True,
             )
+    assert contents(folder) == before
+
+
+def test_nor_one_whose_path_begins_with_a_tilde(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who reads a path writes `~` out, in Python and in `--dataset=~/texts`, which no shell does."""
+    monkeypatch.setenv("HOME", str(folder))
+    before = contents(folder)
+    for output in ("texts/a.txt", "model/model.safetensors"):
+        with pytest.raises(UsageError, match=output):
+            nstf_convert.convert("~/model", budget=0.5, output=output, dataset="~/texts", force=True)
+    words = ["eval", "m.nstf", "--reference", "model", "--dataset=~/texts/a.txt", "--junit", "texts/a.txt"]
+    assert run(words) == 2
+    assert "texts/a.txt is the input ~/texts/a.txt" in capsys.readouterr().err
     assert contents(folder) == before
 
 
