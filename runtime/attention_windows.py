@@ -26,7 +26,8 @@ def check_alike(config: Any) -> None:
     differing = ALIKE & set(getattr(config, "per_layer_attributes", None) or ())
     if differing:
         raise UnsupportedError(
-            f"the layers of models of type {config.model_type!r} differ in {', '.join(sorted(differing))}"
+            f"the layers of models of type {config.model_type!r} differ in {', '.join(sorted(differing))}: they have no "
+            "attention plan, and no division among ranks"
         )
 
 
