@@ -18,6 +18,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _OURS = (".nstf", ".nstfk", ".html", ".svg", ".xml", ".calibration")
 # What a run writes into its work directory beside the results in folders, and discards there.
 RESULTS = re.compile(r"(?:calibration|float32|heal-[0-9a-f]{16})\.safetensors|job\.json")
+# What else a run makes there.
+_KEPT = frozenset(("lock", "store", "pieces", "claims"))
 
 
 def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "the output") -> None:
@@ -30,11 +32,11 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
     for source in inputs:
         if source is None:
             continue
-        if not _is_there(Path(source)):  # a hub name
+        given = _written_out(source)
+        if not _is_there(given):  # a hub name
             if _is_cached(place, str(source)):
                 raise UsageError(f"{what} {path} lies where {source} is kept: put it elsewhere")
             continue
-        given = Path(source)
         if same_file(place, given):
             raise UsageError(f"{what} {path} is the input{_named(path, source)}: give another name")
         if any(same_file(place, file) for file in _beside(given, place)):
@@ -88,9 +90,14 @@ def _is_cached(place: Path, name: str) -> bool:
 
 
 def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> None:
-    """Raises UsageError where a file that is read or written has the name of a result in the work directory."""
-    for file in [Path(given) for given in files if given]:
-        if work_dir is None or not RESULTS.fullmatch(file.name):
+    """Raises UsageError where a file that is read or written is the work directory, or named as what is kept there."""
+    for file in [_written_out(given) for given in files if given]:
+        if work_dir is None:
+            continue
+        is_folder = file.is_dir()  # a model's or a dataset's, which may be the work directory
+        if not is_folder and same_file(file, work_dir):
+            raise UsageError(f"{file} is the work directory: choose another work directory")
+        if not (RESULTS.fullmatch(file.name) or (file.name in _KEPT and not is_folder)):
             continue
         if file.absolute().parent.resolve() == work_dir.resolve():
             raise UsageError(
@@ -123,6 +130,14 @@ def _beside(source: Path, place: Path) -> list[Path]:
 
     folder = source.absolute().parent
     return [folder / name for name in ("config.json", *SETTINGS, *CONTENT)]
+
+
+def _written_out(path: str | Path) -> Path:
+    """The path with `~` as a home folder, as who reads it takes it; of a user who has none, others say that."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def _is_there(path: Path) -> bool:

@@ -47,13 +47,35 @@ def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
     with parquet.ParquetFile(where, read_dictionary=texts) as opened:
         # Of one group at a time: each has a dictionary of its own, and lists of texts of two are not read.
         for number in range(whole.num_row_groups):
-            for batch in opened.iter_batches(batch_size=ROWS, row_groups=[number], columns=[column]):
+            for batch in _batches(opened, where, number, column):
                 rows_left -= len(batch)
                 if rows_left < 0:
                     raise UsageError(
                         f"the dataset {where}: it has more rows than bytes; write it again without what is repeated"
                     )
                 yield from _values(batch.column(0), where)
+
+
+def _batches(opened: Any, where: str, group: int, column: str) -> Iterator[Any]:
+    """The rows of a group, a few at a time; one by one where their encoding is one that pyarrow keeps in no dictionary
+    (DELTA_BYTE_ARRAY, which may say of a text that it begins as the last one, and its kin)."""
+    from pyarrow import parquet
+
+    done, asked = 0, {"row_groups": [group], "columns": [column]}
+    try:
+        for batch in opened.iter_batches(batch_size=ROWS, **asked):
+            done += len(batch)
+            yield batch
+        return
+    except (
+        OSError
+    ) as error:  # at the first page of that encoding, which may follow others; pyarrow has no class for it
+        if "Not yet implemented" not in str(error):
+            raise
+    with parquet.ParquetFile(where) as plain:
+        for number, batch in enumerate(plain.iter_batches(batch_size=1, **asked)):
+            if number >= done:
+                yield batch
 
 
 def _root(table: Any, leaf: int) -> str:

@@ -30,9 +30,9 @@ UNFINISHED = ".nstf-unfinished"
 OLDER = ".nstf-older"
 # What exports write into folders: all that a newer one may remove.
 WRITTEN = frozenset(("README.md", "config.json", *SETTINGS, *CONTENT))
-WEIGHTS = re.compile(
-    r"model(?:-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|.+\.(?:gguf|onnx|onnx\.data)"
-)
+WEIGHTS = re.compile(r"model(?:-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
+# Weights of any name: the card says which, since other tools write such files into the folder that they read.
+NAMED = re.compile(r"(.+\.(?:gguf|onnx))(?:\.data)?")
 
 
 def check_destination(
@@ -75,21 +75,30 @@ def check_files(files: Iterable[Path], overwrite: bool) -> None:
 
 def _is_export(folder: Path) -> bool:
     """Whether the folder has a model card of ours."""
+    return MARK in _card(folder).splitlines()
+
+
+def _card(folder: Path) -> str:
+    """The text of a folder's card, "" where it has none."""
     card = folder / "README.md"
     try:
-        return card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace").splitlines()
+        return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     except OSError as error:
         raise NstfError(f"{card}: cannot be read ({error.strerror}); check the disk") from error
 
 
 def _added(folder: Path) -> list[str]:
     """The names in an older export's folder that are not of an export's files."""
+    card = _card(folder)
+
+    def is_ours(name: str) -> bool:
+        named = NAMED.fullmatch(name)
+        if named is not None:
+            return f'"{named[1]}"' in card
+        return name in WRITTEN or WEIGHTS.fullmatch(name) is not None
+
     with disk_errors(folder):
-        return sorted(
-            entry.name
-            for entry in os.scandir(folder)
-            if not (entry.name in WRITTEN or WEIGHTS.fullmatch(entry.name)) or entry.is_dir()
-        )
+        return sorted(entry.name for entry in os.scandir(folder) if not is_ours(entry.name) or entry.is_dir())
 
 
 def check_space(output: Path, size_bytes: int) -> None:

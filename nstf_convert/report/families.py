@@ -154,7 +154,7 @@ def _beside(priced: Priced, hull: Sequence[Option]) -> float | None:
         return None
     if priced.size_bytes < hull[0].size_bytes:
         # Fewer bytes than any plain format takes: a win where it loses less all the same.
-        return priced.loss / hull[0].loss if priced.loss < hull[0].loss else None
+        return priced.loss / hull[0].loss if priced.loss < hull[0].loss and hull[0].loss > 0.0 else None
     at = hull[-1].loss
     if priced.size_bytes > hull[-1].size_bytes and priced.loss < at:
         # More bytes than any plain format takes: no win. A loss in spite of them is one.

@@ -40,6 +40,9 @@ COMMANDS = [
     ["convert", FILE, "--budget", "0.5", "--force", "-o", "new.nstf", "--report", "model/config.json"],
     ["calibrate", FILE, "--force", "-o", "model/tokenizer_config.json"],
     ["convert", "model", "--budget", "0.5", "-o", "new.nstf", "--work-dir", "exported", "--report", "exported/job.json"],
+    ["convert", "model", "--budget", "0.5", "--force", "--work-dir", "exported", "-o", "exported/lock"],
+    ["convert", "model", "--budget", "0.5", "--work-dir", "new.nstf", "-o", "new.nstf"],
+    ["calibrate", "model", "--work-dir", "new.cal", "-o", "new.cal"],
     *([*EVAL, name] for name in ("m.nstf", "q.jsonl", "texts/a.txt", "model/config.json", "link.xml")),
     *([*PLAN, name] for name in ("c.calibration", "texts/a.txt", "model/model.safetensors")),
     *([*CONVERT, "-o", "new.nstf", "--report", f"model/{name}.json"] for name in ("config", "tokenizer")),
@@ -58,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a text " * 100)
     (tmp_path / "exported").mkdir()
-    (tmp_path / "exported" / "README.md").write_text(f"tags:\n{MARK}\n")
+    (tmp_path / "exported" / "README.md").write_text(f'tags:\n{MARK}\n"s.onnx" "o.onnx"\n')
     for name in ("c.calibration", "s.onnx", "exported/s.onnx"):
         (tmp_path / name).write_bytes(b"an input")
     shutil.copytree(MODEL, tmp_path / "model")
@@ -104,6 +107,21 @@ def test_nor_by_a_conversion_in_python(folder: Path) -> None:
                 calibration=Path("c.calibration"),
                 force=True,
             )
+    assert contents(folder) == before
+
+
+def test_nor_one_whose_path_begins_with_a_tilde(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who reads a path writes `~` out, in Python and in `--dataset=~/texts`, which no shell does."""
+    monkeypatch.setenv("HOME", str(folder))
+    before = contents(folder)
+    for output in ("texts/a.txt", "model/model.safetensors"):
+        with pytest.raises(UsageError, match=output):
+            nstf_convert.convert("~/model", budget=0.5, output=output, dataset="~/texts", force=True)
+    words = ["eval", "m.nstf", "--reference", "model", "--dataset=~/texts/a.txt", "--junit", "texts/a.txt"]
+    assert run(words) == 2
+    assert "texts/a.txt is the input ~/texts/a.txt" in capsys.readouterr().err
     assert contents(folder) == before
 
 

@@ -49,6 +49,29 @@ def test_a_text_that_every_row_repeats_is_in_memory_a_few_times(tmp_path: Path) 
     assert int(found[1]) * resource.getpagesize() // 4096 < 64 * 1024  # KiB
 
 
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_of_newer_encodings_are_read(tmp_path: Path, encoding: str) -> None:
+    """As Spark and DuckDB write them for version 2: pyarrow keeps them in no dictionary."""
+    settings = {"use_dictionary": False, "column_encoding": {"text": encoding}, "row_group_size": 300}
+    texts = [f"text {i // 2}" for i in range(1000)]
+    assert list(load_text(written(tmp_path / "x.parquet", "text", texts, **settings))) == texts
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    settings["column_encoding"] = {"messages.list.element.content": encoding}
+    path = written(tmp_path / "y.parquet", "messages", [chat] * 1000, **settings)
+    assert list(load_text(path)) == ["a\n\nb"] * 1000
+
+
+def test_a_text_that_repeats_the_start_of_the_last_one_is_in_memory_once(tmp_path: Path) -> None:
+    settings = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    small = written(tmp_path / "small.parquet", "text", ["a"], **settings)
+    bomb = written(tmp_path / "bomb.parquet", "text", ["x" * (2 * MIB)] * 100, compression="zstd", **settings)
+    assert bomb.stat().st_size < 4096
+    command = [sys.executable, "-c", READS, str(small), str(bomb)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(found[0]) == 200 * MIB
+    assert int(found[1]) * resource.getpagesize() // 4096 < 64 * 1024  # KiB
+
+
 def test_a_column_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "x.parquet", "text", ["x" * (70 * MIB)], compression="zstd")
     with pytest.raises(UsageError, match="rows unpack to more than 256 times the file's bytes"):

@@ -210,6 +210,17 @@ def test_tokens_of_other_ranks_do_not_overflow_in_this_ones_experts(monkeypatch:
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", "dots3_note_text"])
+def test_layers_with_other_heads_each_are_refused(kind: str) -> None:
+    """Heads are cut alike in all layers; transformers raises a RuntimeError where it is asked for what differs."""
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have the model")
+    with pytest.raises(UnsupportedError, match=rf"layers of models of type '{kind}' differ in .*head"):
+        Division(CONFIG_MAPPING[kind]().to_dict(), 2)
+
+
 def test_a_config_whose_text_has_none_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not read the config"):
         Division({**LLAMA, "text_config": [0]}, 2)

@@ -31,6 +31,8 @@ ENCODER_SEQ_LEN = 128
 REAL_INPUTS = (
     "give real inputs, a .safetensors file with arrays named like the forward arguments, as the dataset"
 )
+# Inputs that gradients start at: whole numbers, which some models make floats of, would leave them none.
+REAL = ("pixel_values", "input_features", "input_values")
 # Code that every CPython has: long modules of different kinds.
 CODE_MODULES = (
     "argparse.py", "ast.py", "calendar.py", "collections/__init__.py", "configparser.py", "csv.py", "dataclasses.py",
@@ -199,6 +201,10 @@ def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel
     for name, array in arrays.items():
         if array.is_complex() or array.numel() == 0 or not bool(array.isfinite().all()):
             raise UsageError(f"the dataset {path}: {name} has to hold finite numbers")
+        if name in REAL and not array.is_floating_point():
+            raise UsageError(
+                f"the dataset {path}: {name} holds whole numbers: store what the model's processor makes of them"
+            )
         count = tokens_of(model) if name == "input_ids" else None
         if count is not None and not 0 <= int(array.min()) <= int(array.max()) < count:
             raise UsageError(f"the dataset {path}: {name} has tokens outside the model's {count}")

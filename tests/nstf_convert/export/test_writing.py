@@ -190,3 +190,19 @@ def test_a_link_into_a_folder_that_is_missing_is_wrong_use(tmp_path: Path) -> No
     (tmp_path / "l").symlink_to("missing/x")
     with pytest.raises(UsageError, match="missing does not exist: create it"):
         writing.check_destination(tmp_path / "l", False)
+
+
+@pytest.mark.parametrize("name", ["Model-F16.gguf", "other.onnx", "other.onnx.data"])
+def test_a_file_of_another_tool_in_an_export_is_not_replaced(tmp_path: Path, name: str) -> None:
+    """llama.cpp's converter writes its .gguf into the folder that it reads: an export to hf, say."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "README.md").write_text(
+        f'{writing.MARK}\nmodel = Llama("m.gguf")\nInferenceSession("m.onnx")\n'
+    )
+    for own in ("model.safetensors", "config.json", "m.gguf", "m.onnx", "m.onnx.data"):
+        (folder / own).write_bytes(b"ours")
+    writing.check_destination(folder, overwrite=True)
+    (folder / name).write_bytes(b"theirs")
+    with pytest.raises(UsageError, match=rf"holds {name}, which no export writes"):
+        writing.check_destination(folder, overwrite=True)

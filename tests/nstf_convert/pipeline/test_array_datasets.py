@@ -14,7 +14,7 @@ LABELS = torch.tensor([0, 0, 0, 0, 0, 99, 0, 0])
 WRONG: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "channels": (IMAGES, {"pixel_values": torch.randn(8, 5, 32, 32)}, "not what the model takes"),
     "dimensions": (IMAGES, {"pixel_values": torch.randn(8, 3)}, "not what the model takes"),
-    "whole numbers": (IMAGES, {"pixel_values": torch.zeros(8, 3, 32, 32, dtype=torch.uint8)}, "not what the model takes"),
+    "whole numbers": (IMAGES, {"pixel_values": torch.zeros(8, 3, 32, 32, dtype=torch.uint8)}, "holds whole numbers"),
     "a name": (IMAGES, {"foo": torch.randn(8, 3, 32, 32)}, "not what the model takes"),
     "no pixels": (IMAGES, {"pixel_values": torch.zeros(8, 3, 0, 32)}, "finite numbers"),
     "NaN": (IMAGES, {"pixel_values": torch.full((8, 3, 32, 32), float("nan"))}, "finite numbers"),
@@ -45,3 +45,19 @@ def test_arrays_of_half_precision_are_taken(tmp_path: Path) -> None:
     save_file({"pixel_values": images.half()}, tmp_path / "a.safetensors")
     words = ["calibrate", IMAGES, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
     assert run([*words, "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_images_that_no_processor_has_read_are_refused(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ViT takes whole numbers and makes floats of them, to which no gradient flows."""
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
+    save_file({"pixel_values": torch.ones(8, 3, 16, 16, dtype=dtype)}, tmp_path / "a.safetensors")
+    words = ["calibrate", str(tmp_path / "vit"), "-o", str(tmp_path / "c.cal"), "--quiet"]
+    capsys.readouterr()
+    assert run([*words, "--dataset", str(tmp_path / "a.safetensors")]) == 2
+    assert "pixel_values holds whole numbers" in capsys.readouterr().err

@@ -198,3 +198,31 @@ def test_what_cannot_be_planned_is_refused_before_the_calibration(
 def test_a_context_without_a_plan_is_refused(options: Make, long: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="leave it or `attention_plan=False` out"):
         options(**{**long, "attention_plan": False}, context=512)
+
+
+def test_a_model_of_heads_of_two_sizes_is_converted_without_a_plan(
+    options: Make, long: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma 4: where an effort brings a plan along, the file is made all the same; one that was asked for is refused."""
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    folder = tmp_path / "gemma"
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=len(WORDS) + 2, vocab_size_per_layer_input=len(WORDS) + 2, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+        hidden_size_per_layer_input=16, num_kv_shared_layers=0, max_position_embeddings=1024,
+        bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Gemma4ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(long["model"]) / name, folder / name)
+    chosen = long | {"model": str(folder)}
+    with pytest.raises(
+        UnsupportedError, match=r"no plan for the KV cache: .*'gemma4_text' differ in head_dim"
+    ):
+        convert(options(**chosen, kv_budget=0.6, context=512))
+    made = convert(options(**chosen | {"attention_plan": True}))
+    assert made.output.is_file() and not made.report.get("attention")
+    assert "no attention plan: " in caplog.text

@@ -89,6 +89,16 @@ def test_what_is_no_language_model_is_refused() -> None:
         )
 
 
+def test_layers_with_other_heads_each_are_refused() -> None:
+    """Gemma 4: its full layers have heads of another size, which transformers does not give for the whole model."""
+    from transformers import Gemma4TextConfig
+
+    with pytest.raises(
+        UnsupportedError, match="the layers of models of type 'gemma4_text' differ in head_dim"
+    ):
+        of_config("x", Gemma4TextConfig().to_dict(), "int4")
+
+
 def test_a_config_of_no_elements_is_one_line() -> None:
     """It was a traceback of the format that was to hold them."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100}

@@ -47,6 +47,8 @@ def test_a_ratio_is_taken_on_the_hull_at_equal_bytes() -> None:
     assert ratio(Priced(low_rank(), 99, 9.0, True), PLAIN) is None
     assert ratio(Priced(low_rank(), 99, 2.0, True), PLAIN) == pytest.approx(0.25)
     assert ratio(Priced(low_rank(), 150, 1.0, True), ()) is None
+    # A plain format that loses nothing is no measure, least of all beside an estimate that rounding took below zero.
+    assert ratio(Priced(low_rank(), 99, -1e-12, True), [Priced(integers(2), 100, 0.0, False)]) is None
 
 
 def test_families_are_counted_by_tensor_with_median_and_best() -> None:
