@@ -16,13 +16,26 @@ if TYPE_CHECKING:
     from nstf.runtime.attention_plan import AttentionPlan
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# What plans, and divisions among ranks, take to be the same in every layer.
+ALIKE = frozenset(("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+
+def check_alike(config: Any) -> None:
+    """Raises UnsupportedError for a model whose layers have heads of several sizes or numbers, as Gemma 4's have: where they
+    differ, transformers refuses to read them from the config of the whole model, by a RuntimeError."""
+    differing = ALIKE & set(getattr(config, "per_layer_attributes", None) or ())
+    if differing:
+        raise UnsupportedError(
+            f"the layers of models of type {config.model_type!r} differ in {', '.join(sorted(differing))}"
+        )
 
 
 def windows_of(config: Any) -> tuple[int, ...]:
     """Positions that each layer sees, 0 for all of them: of transformers' config, or of a completed config.json.
 
-    Raises UnsupportedError for layers of another kind, which no plan describes.
+    Raises UnsupportedError for layers of another kind, or with other heads each, which no plan describes.
     """
+    check_alike(config)
 
     def stated(name: str) -> Any:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

@@ -16,6 +16,7 @@ from nstf.errors import UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node
 from nstf.kernels.formats.shards import Span as Span
 from nstf.kernels.formats.shards import check_part, grain, shard
+from nstf.runtime.attention_windows import check_alike
 
 if TYPE_CHECKING:
     from nstf.runtime.artifact import Artifact
@@ -151,6 +152,7 @@ def _plan(config: Any) -> dict[str, str]:
 
 
 def _heads(config: Any) -> Heads:
+    check_alike(config)
     query = int(config.num_attention_heads)
     if query < 1 or int(getattr(config, "num_key_value_heads", None) or 1) < 1:
         raise UnsupportedError("the model's config has no attention heads")

@@ -18,7 +18,7 @@ from nstf.kernels.formats import FormatError, Node, dense, integer, node_to_json
 from nstf.kernels.formats.shards import grain
 from nstf.kernels.formats.tree import Shape
 from nstf.runtime.artifact.config import Limits, check_config
-from nstf.runtime.attention_windows import windows_of
+from nstf.runtime.attention_windows import check_alike, windows_of
 from nstf.runtime.tensor_parallel import Division, axis_of, tensor_parts, text_config
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ def _model(
 
 
 def _facts(text: Any, stored: Mapping[str, tuple[Node, Shape]], kv_bits: float) -> Facts:
+    check_alike(text)
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     count, hidden = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
     if heads < 1 or not count or not hidden:
