@@ -34,6 +34,25 @@ def test_stored_buffers_are_those_of_the_checkpoint() -> None:
         StreamedModel(stated, parameters.__getitem__, held=parameters, lazy=True)
 
 
+def test_weights_that_their_model_writes_into_are_those_of_the_checkpoint() -> None:
+    """RWKV halves weights in place before its first pass; those that are read later were left as they are."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    torch.manual_seed(0)
+    config = RwkvConfig(
+        vocab_size=50, hidden_size=288, num_hidden_layers=3, rescale_every=1, context_length=32
+    )
+    model = RwkvForCausalLM(config).eval()
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        stated = {**config.to_dict(), "architectures": ["RwkvForCausalLM"]}
+        found = StreamedModel(stated, held.__getitem__).outputs(input_ids=ids)
+    # The norms' epsilon weighs more beside halved values.
+    assert (found - wanted).abs().max() < 0.01 * wanted.abs().max()
+
+
 def test_a_fault_in_a_source_is_no_missing_buffer() -> None:
     """A KeyError from inside a source was once taken for a buffer that it does not have."""
     stated, held = small_clap()
