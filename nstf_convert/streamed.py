@@ -23,6 +23,8 @@ from nstf_convert.device_weights import DeviceWeights
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
 RESIDENT_POSITIONS = 8192
+# Modules whose weights their parents multiply by without a call of the module itself (Mamba and what has layers of it).
+READ_BY_PARENTS = ("dt_proj", "conv1d")
 # Tokens the decoder of a speech model reads when the data has none.
 DECODER_TOKENS = 32
 # What a model is compared by: the first of these that it returns, several joined. The ends of an answer, the words of a
@@ -86,6 +88,12 @@ class StreamedModel:
         buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: Counter[nn.Module] = Counter()
+        self._readers = {
+            child: parent
+            for parent in self.module.modules()
+            for name, child in parent.named_children()
+            if name in READ_BY_PARENTS
+        }
         self._holding = threading.Lock()
         self._buffers = self._held_buffers(held)
         self._pending: list[Callable[[], None]] = [self._fetch_buffers]
@@ -378,8 +386,10 @@ class StreamedModel:
                         module._parameters[local] = meta[local]
 
         self._fetchers[module] = (load, drop)
-        module.register_forward_pre_hook(lambda *_: None if self._held[module] else load())
-        module.register_forward_hook(lambda *_: None if self._held[module] else drop(), always_call=True)
+        # On the meta device a weight would be taken for numbers: torch multiplies by whatever is in memory.
+        for caller in {module, self._readers.get(module, module)}:
+            caller.register_forward_pre_hook(lambda *_: None if self._held[module] else load())
+            caller.register_forward_hook(lambda *_: None if self._held[module] else drop(), always_call=True)
 
 
 def buffers_to(module: nn.Module, device: torch.device) -> None:

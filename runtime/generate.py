@@ -42,7 +42,8 @@ def stream(
 
     Raises UsageError for a prompt that is empty or far too long, or values out of range, UnsupportedError for a model that
     generates no text. An error inside the model is raised here, after the pieces that came before it: as UsageError where
-    the text is longer than the model's context, which some models run nonetheless.
+    the text is longer than the model's context, which some models run nonetheless, as UnsupportedError where transformers
+    cannot run the model as the config of its file has it.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise UsageError(
@@ -109,6 +110,8 @@ def stream(
             raise NstfError(f"no token can be drawn: the model computes no numbers ({error})") from error
         if (blamed := too_long(error, model, inputs.shape[-1], streamer.tokens)) is not None:
             raise blamed from error
+        if (said := of_the_model(error, model)) is not error:
+            raise said from error
         raise error
 
 
@@ -181,6 +184,22 @@ def too_long(error: BaseException, model: Any, prompt_tokens: int, tokens: int) 
             f"the prompt has {prompt_tokens} tokens, and the model's context is {context}: shorten it"
         )
     return None
+
+
+def of_the_model(error: BaseException, model: Any) -> BaseException:
+    """What to say where transformers cannot run a model that it could build: parts of its config contradict each other, or
+    it names no token to begin an answer with. Errors of ours, of memory and of the system as they are, and those of a rank,
+    which may follow from another rank's end."""
+    kept = isinstance(error, (NstfError, OSError, MemoryError, IndexError, torch.OutOfMemoryError))
+    if kept or not isinstance(error, Exception) or out_of_memory(error):
+        return error
+    if getattr(model, "nstf_ranks", None) is not None:
+        return error
+    reason = " ".join(str(error).split())[:300]
+    return UnsupportedError(
+        f"{type(model).__name__} cannot run as the config of its file has it ({type(error).__name__}: {reason}); "
+        "convert it again with the config that belongs to its weights"
+    )
 
 
 class _Left(Exception):

@@ -12,7 +12,14 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, FormatError, array_specs
 from nstf.kernels.formats.shards import Span, shard
 from nstf.kernels.formats.tree import node_from_json
-from nstf.runtime.artifact.header import TORCH_NAMES, TensorEntry, parse_header, short, strict_json
+from nstf.runtime.artifact.header import (
+    TORCH_NAMES,
+    TensorEntry,
+    check_values,
+    parse_header,
+    short,
+    strict_json,
+)
 from nstf.runtime.modules import SUFFIX
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,7 +82,9 @@ def _files(path: Path) -> list[Path]:
     try:
         if not index.is_file() or index.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError("it is no file of an index's size")
-        stated = strict_json(index.read_bytes(), "it")
+        content = index.read_bytes()
+        check_values(content, "it")
+        stated = strict_json(content, "it")
         names = stated.get("weight_map") if isinstance(stated, dict) else None
         if not isinstance(names, dict) or not all(
             isinstance(name, str) and name == Path(name).name for name in names.values()

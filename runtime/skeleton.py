@@ -64,6 +64,10 @@ def build_skeleton(
         model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
         model_config = _config_class(given, model_class).from_dict(given)
+        if isinstance(getattr(model_config, "rescale_every", None), int):
+            # RWKV would halve weights in place before its first pass, so that float16 holds its sums. Encoded weights, and
+            # those that are read when they are needed, are not written to; without it the numbers are the same.
+            model_config.rescale_every = 0
         with (
             _BUILDING,
             _default_dtype(dtype),

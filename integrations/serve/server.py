@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -22,7 +23,6 @@ from nstf.errors import NstfError
 from nstf.integrations.serve.app import App
 from nstf.integrations.serve.connection import BURST, Connection
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 GRACE_SECONDS = 10
 # Connections that the system keeps until they are taken.
@@ -105,9 +105,23 @@ def _wait_longer(descriptor: int) -> None:
         listening.listen(BACKLOG)
 
 
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches a server there, however the address is spelt: `127.1` and `LOCALHOST`, too."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM) if host.strip() else []
+    except (OSError, ValueError):  # `run` says what is wrong with it
+        return False
+    addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    # An IPv6 address that stands for one of IPv4 is no loopback to every version of Python.
+    known = [getattr(address, "ipv4_mapped", None) or address for address in addresses]
+    return bool(known) and all(address.is_loopback for address in known)
+
+
 def allowed_hosts(host: str, key: str | None) -> frozenset[str] | None:
     """Names a request may be for: those of this machine, where only it reaches the server and no key is asked for."""
-    return _HOST_NAMES if host in LOOPBACK and key is None else None
+    if key is not None or not is_local(host):
+        return None
+    return _HOST_NAMES | {f"[{host}]" if ":" in host else host.lower()}
 
 
 class AddressError(NstfError):

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -228,6 +228,8 @@ def _checked(model: Any, recipes: dict[str, Recipe], unused: Mapping[str, Tensor
             )
     stated = getattr(model, "all_tied_weights_keys", None) or {}
     tied, missing = _left_out(stated, recipes, expected)
+    made = _computed(model, missing, recipes)
+    recipes, missing = recipes | made, tuple(name for name in missing if name not in made)
     declared = {alias: name for alias, name in stated.items() if alias in recipes and name in recipes}
     notes = []
     if unused:
@@ -365,6 +367,28 @@ def _left_out(
         if present is not None:
             ties |= {name: present for name in family if name not in recipes and name != present}
     return ties, tuple(name for name in expected if name not in recipes and name not in ties)
+
+
+def _computed(model: Any, missing: tuple[str, ...], recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Recipes of tables that no file holds: transformers leaves Marian's positions out of what it saves, and computes them.
+
+    A microsecond an element, so one larger than all tensors of the file together stays missing.
+    """
+    most = limits_of_shapes([recipe.info.shape for recipe in recipes.values()]).table_elements
+    found = {}
+    for name in missing:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf == "weight" and hasattr(module, "create_weight") and module.weight.numel() <= most:
+            table = module.weight
+            info = TensorInfo.of(tuple(table.shape), str(table.dtype).removeprefix("torch."))
+            found[name] = Recipe((), info, partial(_copied, cache(module.create_weight)))
+    return found
+
+
+def _copied(make: Callable[[], Tensor], read: Read) -> Tensor:
+    with torch.device("cpu"):
+        return make().clone()
 
 
 def _refuse_holes(plan: Plan, where: str) -> None:

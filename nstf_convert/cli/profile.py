@@ -68,6 +68,7 @@ def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float,
 
     from nstf.analyzers.roofline import Device, measure_device
     from nstf.analyzers.roofline import profile as profile_module
+    from nstf.runtime.generate import of_the_model
 
     module = load(model, place)
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
@@ -77,8 +78,13 @@ def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float,
         peak = measure_device(place, dtype)
     else:
         peak = Device(str(place), peaks[0], peaks[1], "given")
-    prefill, decode = passes(module, tokens, batch, place)
-    return profile_module(module, prefill, decode, peak, tokens=tokens, batch=batch)
+    try:
+        prefill, decode = passes(module, tokens, batch, place)
+        return profile_module(module, prefill, decode, peak, tokens=tokens, batch=batch)
+    except Exception as error:
+        if (said := of_the_model(error, module)) is not error:
+            raise said from error
+        raise
 
 
 def load(model: str, place: Any) -> Any:
@@ -112,22 +118,30 @@ def load(model: str, place: Any) -> Any:
 
 
 def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
-    """(prefill, decode) closures; decode is None for a model that does not generate, or not by a cache."""
+    """(prefill, decode) closures; decode is None for a model that does not generate, or not by a cache, or as an answer."""
     import torch
 
+    from nstf.runtime.generate import stated_context
     from nstf_convert.gates.evaluate import synthetic_batches
 
     config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
     vocabulary = getattr(config, "vocab_size", None)
-    if not vocabulary or getattr(module.config, "is_encoder_decoder", False):
+    # Speech models have a vocabulary for their answers alone.
+    two_sided = getattr(module.config, "is_encoder_decoder", False)
+    if not vocabulary or (two_sided and getattr(module, "main_input_name", "input_ids") != "input_ids"):
         inputs = {
             k: v.to(place) for k, v in synthetic_batches(module.config.to_dict(), batch, seed=0)[0].items()
         }
         return (lambda: module(**inputs)), None
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = stated_context(module) if two_sided else getattr(config, "max_position_embeddings", None)
     if limit and tokens >= limit > 0:  # XLNet states -1: it has none
         raise UsageError(f"--tokens {tokens}: this model handles at most {limit - 1}")
+    if two_sided:  # either side may have words of its own (FSMT)
+        tables = [m.num_embeddings for m in module.modules() if isinstance(m, torch.nn.Embedding)]
+        vocabulary = min([vocabulary, *tables])
     ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(place)
+    if two_sided:  # prompt and answer in one pass, each of so many tokens
+        return (lambda: module(input_ids=ids, decoder_input_ids=ids)), None
     if not module.can_generate():
         return (lambda: module(input_ids=ids)), None
     return (lambda: module(input_ids=ids, use_cache=True)), _decode(module, ids)

@@ -79,7 +79,7 @@ def serve(
     template = None if chat_template is None else read_text(chat_template, "--chat-template")
     try:
         from nstf.integrations.serve.app import App
-        from nstf.integrations.serve.server import LOOPBACK, AddressError, allowed_hosts, run
+        from nstf.integrations.serve.server import AddressError, allowed_hosts, is_local, run
     except ImportError as error:
         raise UsageError(
             f"nstf serve needs {error.name}; in a clone of the repository: pip install -e '.[serve]'"
@@ -99,7 +99,7 @@ def serve(
         _say(
             f"{artifact.name} has no chat template: /v1/completions and the page continue texts; see --chat-template"
         )
-    if host not in LOOPBACK and key is None:
+    if key is None and not is_local(host):
         _say(f"warning: everyone who reaches {host} can use this server; set a key with --api-key-file")
     app = App(service, key, allowed_hosts(host, key), most_bytes)
 

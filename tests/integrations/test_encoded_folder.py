@@ -88,6 +88,9 @@ def test_the_reader_of_ranks_takes_no_other_file_of_the_folder(tiny: ModuleType,
         index.write_text(text)
         with pytest.raises(CorruptError, match="is no index of weights"):
             RankFolder(folder, stated)
+    index.write_text('{"weight_map": {}, "a": [' + "[]," * (1 << 20) + "[]]}")
+    with pytest.raises(CorruptError, match=r"more than 720\d+ values, too many for its length"):
+        RankFolder(folder, stated)
 
 
 def test_another_dtype_keeps_the_stored_arrays(tiny: ModuleType, tmp_path: Path) -> None:

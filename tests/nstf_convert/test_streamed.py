@@ -8,7 +8,7 @@ import torch
 
 from nstf.errors import CorruptError
 from nstf_convert.gates.sides import Side
-from nstf_convert.streamed import StreamedModel
+from nstf_convert.streamed import RESIDENT_BYTES, StreamedModel
 
 
 def test_stored_buffers_are_those_of_the_checkpoint() -> None:
@@ -32,6 +32,45 @@ def test_stored_buffers_are_those_of_the_checkpoint() -> None:
         CorruptError, match=r"'resnet\S+running_mean' is missing, a statistic of a \w*BatchNorm"
     ):
         StreamedModel(stated, parameters.__getitem__, held=parameters, lazy=True)
+
+
+def test_weights_that_their_model_writes_into_are_those_of_the_checkpoint() -> None:
+    """RWKV halves weights in place before its first pass; those that are read later were left as they are."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    torch.manual_seed(0)
+    config = RwkvConfig(
+        vocab_size=50, hidden_size=288, num_hidden_layers=3, rescale_every=1, context_length=32
+    )
+    model = RwkvForCausalLM(config).eval()
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        stated = {**config.to_dict(), "architectures": ["RwkvForCausalLM"]}
+        found = StreamedModel(stated, held.__getitem__).outputs(input_ids=ids)
+    # The norms' epsilon weighs more beside halved values.
+    assert (found - wanted).abs().max() < 0.01 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", ["Mamba", "FalconMamba"])
+def test_weights_that_a_parent_reads_are_those_of_the_checkpoint(name: str) -> None:
+    """Of Mamba's `dt_proj` the mixer takes the weight and calls no module: above 256 KiB it was on the meta device."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=768, num_hidden_layers=1)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    held = model.state_dict()
+    assert held["backbone.layers.0.mixer.dt_proj.weight"].nbytes > RESIDENT_BYTES
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        stated = {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
+        streamed = StreamedModel(stated, held.__getitem__)
+        found = streamed.outputs(input_ids=ids)
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert streamed.module.get_parameter("backbone.layers.0.mixer.dt_proj.weight").is_meta
 
 
 def test_a_fault_in_a_source_is_no_missing_buffer() -> None:

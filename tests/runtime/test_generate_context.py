@@ -18,10 +18,11 @@ from transformers import (
     MusicgenConfig,
     PretrainedConfig,
     T5Config,
+    T5ForConditionalGeneration,
 )
 
 import nstf.runtime
-from nstf.errors import UsageError
+from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime.generate import _warn_beyond_context, stated_context
 from nstf_convert.cli import run
 
@@ -149,15 +150,32 @@ def test_another_failure_keeps_its_class(
         list(nstf.runtime.stream(model, tokenizer, "w5 " * 17))
 
 
-def test_a_failure_inside_the_context_keeps_its_class(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_inside_the_context_is_not_blamed_on_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("another")
 
     monkeypatch.setattr(model, "generate", fail)
-    with pytest.raises(RuntimeError, match="another"):
+    with pytest.raises(UnsupportedError, match="RuntimeError: another") as found:
         list(nstf.runtime.stream(model, tokenizer, "w5", 40))
+    assert isinstance(found.value.__cause__, RuntimeError)
+
+
+def test_an_answer_that_has_no_first_token_is_one_line(
+    tiny: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As T5Config is by itself; transformers looks for the token when a text is asked for.
+    config = T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    path = tiny.write(tmp_path, T5ForConditionalGeneration(config).eval(), tokenizer_files())
+    model, tokenizer = nstf.runtime.load(path), nstf.runtime.load_tokenizer(path)
+    with pytest.raises(UnsupportedError, match="`decoder_start_token_id` or `bos_token_id` has to be"):
+        list(nstf.runtime.stream(model, tokenizer, "w5 w6", 3))
+    assert run(["generate", str(path), "w5 w6", "--max-new-tokens", "3"]) == 6
+    said = capsys.readouterr().err
+    assert said.startswith("error: T5ForConditionalGeneration cannot run") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

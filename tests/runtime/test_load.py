@@ -131,6 +131,23 @@ def test_a_model_that_was_loaded_in_inference_mode_generates(tiny: ModuleType, t
         assert torch.is_inference_mode_enabled()
 
 
+def test_a_model_that_would_write_into_its_weights_runs(tiny: ModuleType, tmp_path: Path) -> None:
+    """RWKV halves some before its first pass, against overflow in float16."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    torch.manual_seed(0)
+    config = RwkvConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=3, rescale_every=1, context_length=32
+    )
+    model = RwkvForCausalLM(config).eval()
+    found = nstf.runtime.load(tiny.write(tmp_path, model))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        assert (found(input_ids=ids).logits - wanted).abs().max() < 0.05 * wanted.abs().max()
+    assert found.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 8
+
+
 def test_models_load_in_several_threads(tiny: ModuleType, tmp_path: Path) -> None:
     """Each put back PyTorch's register_parameter as it had found it: after a few rounds every module was on meta."""
     dense = tiny.new_model("LlamaForCausalLM")

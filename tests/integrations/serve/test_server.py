@@ -197,6 +197,32 @@ def test_a_web_page_elsewhere_cannot_use_the_server_under_its_own_name(server: S
     assert server.call(CHAT, json.dumps(HELLO).encode(), Content_Type="text/plain")[0] == 415
 
 
+@pytest.mark.parametrize(
+    ("host", "served"),
+    [
+        ("LOCALHOST", "localhost"),
+        ("127.1", "127.1"),
+        ("127.0.0.2", "127.0.0.2"),
+        ("::1", "[::1]"),
+        ("::ffff:127.0.0.1", "[::ffff:127.0.0.1]"),
+    ],
+)
+def test_a_loopback_address_is_one_however_it_is_spelt(host: str, served: str) -> None:
+    pytest.importorskip("uvicorn")
+    from nstf.integrations.serve.server import allowed_hosts
+
+    assert allowed_hosts(host, None) == {"127.0.0.1", "localhost", "[::1]", served}
+    assert allowed_hosts(host, "a key") is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "no.such.host.invalid", "a" * 300])
+def test_an_address_that_others_reach_is_for_any_name(host: str) -> None:
+    pytest.importorskip("uvicorn")
+    from nstf.integrations.serve.server import allowed_hosts
+
+    assert allowed_hosts(host, None) is None
+
+
 def test_models_health_and_metrics(server: Served) -> None:
     _, found = server.json("/v1/models")
     assert [m["id"] for m in found["data"]] == ["tiny"]

@@ -25,6 +25,20 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
     ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1}),
     ("ViTModel", {"image_size": 16, "patch_size": 8}),
+    # Its tables of positions are in no file.
+    (
+        "MarianMTModel",
+        {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "pad_token_id": 95,
+        },
+    ),
 ]
 
 
@@ -44,6 +58,16 @@ def test_parameters_equal_what_transformers_loads(
         for alias, name in checkpoint.ties.items():
             assert torch.equal(expected[alias], expected[name])
         assert checkpoint.missing == ()
+
+
+def test_a_table_beyond_the_files_tensors_is_not_computed(make_folder: Make) -> None:
+    settings = MODELS[-1][1] | {"max_position_embeddings": 64}
+    folder = make_folder("MarianMTModel", **settings)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 1 << 16
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(folder) as checkpoint:
+        assert "model.encoder.embed_positions.weight" in checkpoint.missing
 
 
 def test_experts_are_stacked_although_the_file_has_them_apart(make_folder: Make) -> None:

@@ -249,6 +249,34 @@ def test_profile_runs_models_that_take_no_token_back(nstf, tmp_path, name, setti
     assert [p["name"] for p in result.json["phases"]] == phases
 
 
+SIDES = {
+    f"{side}_{key}": size
+    for side in ("encoder", "decoder")
+    for key, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("T5ForConditionalGeneration", {"vocab_size": 50, "d_model": 32, "d_kv": 16, "num_layers": 1, "num_heads": 2}),
+        ("BartForConditionalGeneration", {"vocab_size": 50, "d_model": 32, **SIDES}),
+        ("FSMTForConditionalGeneration", {"langs": ["en", "de"], "src_vocab_size": 40, "tgt_vocab_size": 60,
+                                          "d_model": 32, **SIDES}),
+    ],
+)  # fmt: skip
+def test_profile_runs_prompt_and_answer_of_an_encoder_decoder(nstf, tmp_path, name, settings):
+    import transformers
+
+    model = getattr(transformers, name)
+    model(model.config_class(**settings)).save_pretrained(tmp_path)
+    result = nstf("profile", tmp_path, "--device-peak", "100,20", "--tokens", 8, "--top", 0, "--json")
+    assert result.code == 0, result.err
+    (phase,) = result.json["phases"]
+    names = " ".join(operator["name"] for operator in phase["operators"])
+    assert "encoder" in names and "decoder" in names
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

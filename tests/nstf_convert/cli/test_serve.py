@@ -65,6 +65,20 @@ def port_of(server: subprocess.Popen[str]) -> int:
     raise AssertionError("the server did not start")
 
 
+def test_the_loopback_by_another_name_refuses_names_of_web_pages(artifact: Path) -> None:
+    pytest.importorskip("uvicorn")
+    with process("serve", artifact, "--port", 0, "--threads", 1, "--host", "127.1") as server:
+        assert server.stderr is not None
+        said = server.stderr.readline()
+        found = re.search(r"on http://127\.1:(\d+)", said)
+        assert found is not None, said
+        for name, status in (("evil.example", 403), ("127.1", 200), ("localhost", 200)):
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            connection.request("GET", "/v1/models", headers={"Host": f"{name}:{found[1]}"})
+            assert connection.getresponse().status == status, name
+            connection.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_after_the_answers(artifact: Path, number: signal.Signals) -> None:
     pytest.importorskip("uvicorn")
