@@ -121,7 +121,7 @@ def test_nor_one_whose_path_begins_with_a_tilde(
             nstf_convert.convert("~/model", budget=0.5, output=output, dataset="~/texts", force=True)
     words = ["eval", "m.nstf", "--reference", "model", "--dataset=~/texts/a.txt", "--junit", "texts/a.txt"]
     assert run(words) == 2
-    assert "texts/a.txt is the input ~/texts/a.txt" in capsys.readouterr().err
+    assert f"texts/a.txt is the input {folder}/texts/a.txt" in capsys.readouterr().err
     assert contents(folder) == before
 
 
