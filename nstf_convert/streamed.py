@@ -7,10 +7,12 @@ from encoded tensors) and a finished artifact, always in float32: bfloat16 arith
 a 135 M model, as much as a good 6-bit file.
 """
 
+import inspect
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +25,8 @@ from nstf_convert.device_weights import DeviceWeights
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
 RESIDENT_POSITIONS = 8192
-# Modules whose weights their parents multiply by without a call of the module itself (Mamba and what has layers of it).
-READ_BY_PARENTS = ("dt_proj", "conv1d")
+# In the code of a module's class: the weight of a part of it, for more than its type.
+_PARTS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 # Tokens the decoder of a speech model reads when the data has none.
 DECODER_TOKENS = 32
 # What a model is compared by: the first of these that it returns, several joined. The ends of an answer, the words of a
@@ -88,11 +90,12 @@ class StreamedModel:
         buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: Counter[nn.Module] = Counter()
+        parts = {kind: _read_parts(kind) for kind in {type(module) for module in self.module.modules()}}
         self._readers = {
             child: parent
             for parent in self.module.modules()
             for name, child in parent.named_children()
-            if name in READ_BY_PARENTS
+            if name in parts[type(parent)]
         }
         self._holding = threading.Lock()
         self._buffers = self._held_buffers(held)
@@ -390,6 +393,17 @@ class StreamedModel:
         for caller in {module, self._readers.get(module, module)}:
             caller.register_forward_pre_hook(lambda *_: None if self._held[module] else load())
             caller.register_forward_hook(lambda *_: None if self._held[module] else drop(), always_call=True)
+
+
+def _read_parts(kind: type[nn.Module]) -> set[str]:
+    """Parts of a module whose weights its own code takes without a call of the part: `dt_proj` of Mamba, `out_proj` of
+    torch's attention (in SigLIP) and of WavLM's."""
+    found: set[str] = set()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for method in filter(inspect.isfunction, vars(base).values()):
+            with suppress(OSError, TypeError):  # made without a file
+                found.update(_PARTS_WEIGHT.findall(inspect.getsource(method)))
+    return found
 
 
 def buffers_to(module: nn.Module, device: torch.device) -> None:

@@ -73,6 +73,27 @@ def test_weights_that_a_parent_reads_are_those_of_the_checkpoint(name: str) -> N
     assert streamed.module.get_parameter("backbone.layers.0.mixer.dt_proj.weight").is_meta
 
 
+def test_torchs_own_attention_has_the_weights_of_the_checkpoint() -> None:
+    """It takes the weight of `out_proj`, too; SigLIP pools by it."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    config = SiglipVisionConfig(
+        hidden_size=288,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=16,
+    )
+    model, pixels = SiglipVisionModel(config).eval(), torch.randn(1, 3, 32, 32)
+    stated = {**config.to_dict(), "architectures": ["SiglipVisionModel"]}
+    with torch.no_grad():
+        wanted = model(pixel_values=pixels).pooler_output
+        found = StreamedModel(stated, model.state_dict().__getitem__).module(pixel_values=pixels)
+    assert torch.allclose(found.pooler_output, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_fault_in_a_source_is_no_missing_buffer() -> None:
     """A KeyError from inside a source was once taken for a buffer that it does not have."""
     stated, held = small_clap()
