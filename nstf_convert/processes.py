@@ -73,8 +73,8 @@ def begin(model: str, device: str, threads: int | None, bounded: bool) -> None:
         return
     atexit.register(end_waiting)
     place = f"cuda:{index[1] or 0}"
-    if not bounded and (compiler := _compiler(place, (cores + 1) // 2)) is not None:
-        _compiling.append((place, compiler))
+    if not bounded and (process := _compiler(place, (cores + 1) // 2)) is not None:
+        _compiling.append((place, process))
     if not SMALLEST_CHECKPOINT <= weights <= LARGEST_CHECKPOINT:
         return
     for _ in range(min(MOST_BESIDE, cores // CORES_EACH - 1)):

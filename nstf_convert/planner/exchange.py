@@ -18,7 +18,10 @@ _MOST_ROUNDS = 100
 
 
 def exchanged(table: Table, choice: Choice, a: float, b: float) -> Choice:
-    """The choice after every change of up to three units that lowers the loss within both bounds."""
+    """The choice [units], which keeps both bounds, after every change of up to three units that lowers its loss within them.
+
+    a, b: the prices of bytes and seconds, as in `reduced_costs`.
+    """
     reduced, bound = reduced_costs(table, a, b)
     for _ in range(_MOST_ROUNDS):
         rest = table.totals(choice)[1] - bound
