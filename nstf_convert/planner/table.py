@@ -55,8 +55,8 @@ def better(table: Table, old: Choice, new: Choice) -> Choice:
 
 
 def reduced_costs(table: Table, a: float, b: float) -> tuple[Array, float]:
-    """(how far the reduced cost of each option [units, options] is from the least of its unit; the loss that no choice within
-    both bounds goes below: Lagrange). a: the price of a byte; b: of the bound on seconds, in the table's losses.
+    """(how far the reduced cost of each option [units, options] is from the least of its unit; the loss that no choice
+    within both bounds goes below: Lagrange). a: the price of a byte; b: of the bound on seconds, in the table's losses.
 
     So a choice that is better than another by that other's distance from the bound has no option farther than this.
     """
