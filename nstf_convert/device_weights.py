@@ -6,7 +6,7 @@ fit. On a GPU the next weights are read and copied by a thread and a stream of t
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -30,7 +30,9 @@ class DeviceWeights:
         self._last: str | None = None
         self._backwards = False
         self._position: dict[str, int] = {}
+        self._elements: Mapping[str, int] = {}
         self._sizes: dict[str, int] = {}
+        self._element_bytes = 0
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._pending: dict[str, Future[Tensor]] = {}
         self._bytes = 0
@@ -40,12 +42,14 @@ class DeviceWeights:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def read_ahead(self, order: Sequence[str]) -> None:
-        """From now on, what comes after a name in `order` is read on a GPU while that is in use.
+    def read_ahead(self, elements: Mapping[str, int]) -> None:
+        """From now on, what comes after a name is read on a GPU while that is in use. elements: how many each weight has, in
+        the order of their use.
 
         Layers may be gone through backwards, as gradients do: what comes next is then the layer before.
         """
-        self._order = list(dict.fromkeys(order))
+        self._elements = elements
+        self._order = list(elements)
         self._position = {name: i for i, name in enumerate(self._order)}
         layers: dict[str, list[str]] = {}
         for name in self._order:
@@ -110,13 +114,14 @@ class DeviceWeights:
     def _read(self, name: str) -> Tensor:
         if self._device.type != "cuda":
             return memory.to_device(self._source(name), self._device)
-        with memory.for_gpu():
+        with memory.for_gpu(self._device):
             return memory.to_device(self._source(name), self._device)
 
     def _keep(self, name: str, value: Tensor) -> None:
         size = value.numel() * value.element_size()
         with self._lock:
             self._sizes[name] = size
+            self._element_bytes = max(self._element_bytes, value.element_size())
             if name in self._kept or size > self._budget:
                 return
             self._kept[name] = value
@@ -136,8 +141,8 @@ class DeviceWeights:
             for following in coming:
                 if following in self._kept:
                     continue
-                # A weight that was not read yet is taken to be as large as the largest one so far.
-                ahead += self._sizes.get(following, max(self._sizes.values()))
+                # One that was not read yet is taken to be of the widest type so far.
+                ahead += self._sizes.get(following, self._elements[following] * self._element_bytes)
                 if ahead > AHEAD_SHARE * self._budget:
                     break
                 if following not in self._pending:

@@ -102,8 +102,14 @@ class StreamedModel:
         self._pending: list[Callable[[], None]] = [self._fetch_buffers]
         for module, names in self._owners():
             self._attach(module, names)
-        large = [n for m, names in self._owners() if m in self._fetchers for n in names.values()]
-        self.weights.read_ahead(large)
+        self.weights.read_ahead(
+            {
+                stored: module.get_parameter(local).numel()
+                for module, names in self._owners()
+                if module in self._fetchers
+                for local, stored in names.items()
+            }
+        )
         if not lazy:
             self.settle()
 

@@ -18,6 +18,7 @@ and, where they say something,
                   made together with those of other such methods, by `estimate_forms`
     ACROSS        that gain is there for tensors of other Hessians too, which change nothing in it: encode_many takes
                   (items, scratch, room), see below
+    BY_ROWS       encode(weight, params, stats, scratch) works on as many rows at a time as fit the scratch
     NAME          what users call it, where that is not the file's name
     ON_REQUEST    tried only where it is named or the plan counts time
     REACH         bits a weight up to which no other plain format loses less at its bytes; fits(cols): for which rows
@@ -110,6 +111,7 @@ def encode_many(
         own = [items[i][1:] for i in at]
         together = getattr(module, "encode_many", None)
         beside = (room,) if getattr(module, "ACROSS", False) else ()
-        encoded = together(own, scratch, *beside) if together else [module.encode(*item) for item in own]
+        alone = (scratch,) if getattr(module, "BY_ROWS", False) else ()
+        encoded = together(own, scratch, *beside) if together else [module.encode(*i, *alone) for i in own]
         found.update(zip(at, encoded, strict=True))
     return [found[i] for i in range(len(items))]

@@ -19,6 +19,8 @@ from nstf.quantizers.stats import Stats
 
 __all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "forms", "proposals", "tree"]
 
+BY_ROWS = True
+
 
 @dataclass(frozen=True)
 class Params:
@@ -49,8 +51,9 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
     return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
 
 
-def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
-    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
+def encode(weight: Tensor, params: Params, stats: Stats | None = None, scratch: int = 0) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. scratch: as in `encode_rows`. Raises ValueError on weights that do
+    not fit."""
     form = levels(params)
     scale_dtype = torch.float16 if params.scale_bits == 16 else torch.float32
 
@@ -59,7 +62,7 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
         codes = values.to(fmt.torch_dtype(params.variant)).view(torch.uint8)
         return {"codes": codes, "scale": rounded.grid.scale.to(scale_dtype)}
 
-    arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
+    arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack, scratch)
     return EncodedTensor(tree(params), tuple(weight.shape), arrays)
 
 

@@ -67,6 +67,7 @@ _UNSIGNED = (
     1.0,
 )
 # fmt: on
+BY_ROWS = True
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,15 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
     return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
 
 
-def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
-    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
+def encode(weight: Tensor, params: Params, stats: Stats | None = None, scratch: int = 0) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. scratch: as in `encode_rows`. Raises ValueError on weights that do
+    not fit."""
     form = fit(weight, params, stats)
 
     def pack(rounded: Rounded) -> dict[str, Tensor]:
         return {"codes": bitpack.pack(rounded.codes, 4)} | stored_scales(rounded, params.scale_bits)
 
-    arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack)
+    arrays = encode_rows(weight, params.lead, form, params.group, _rounding(params), stats, pack, scratch)
     arrays["table"] = form.values().half()
     return EncodedTensor(tree(params), tuple(weight.shape), arrays)
 

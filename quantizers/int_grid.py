@@ -20,6 +20,7 @@ __all__ = ["Params", "bits", "decode", "encode", "estimate", "estimate_many", "f
 
 
 NAME = "int"
+BY_ROWS = True
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
     return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
 
 
-def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
-    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights or statistics that
-    do not fit."""
+def encode(weight: Tensor, params: Params, stats: Stats | None = None, scratch: int = 0) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. scratch: as in `encode_rows`. Raises ValueError on weights or
+    statistics that do not fit."""
 
     def pack(rounded: Rounded) -> dict[str, Tensor]:
         grid = rounded.grid
@@ -73,7 +74,9 @@ def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> Encode
             arrays["zeros"] = bitpack.pack(grid.zero.to(torch.uint8), params.bits)
         return arrays
 
-    arrays = encode_rows(weight, params.lead, levels(params), params.group, _rounding(params), stats, pack)
+    arrays = encode_rows(
+        weight, params.lead, levels(params), params.group, _rounding(params), stats, pack, scratch
+    )
     return EncodedTensor(tree(params), tuple(weight.shape), arrays)
 
 

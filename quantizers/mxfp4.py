@@ -27,6 +27,8 @@ _TABLE = tuple(sorted(set(fmt.E2M1)))  # 15 values: the two zeros are one
 LEVELS = Levels(4, table=_TABLE, scale="e8m0", ratios=(1.0, 2.0, 0.5), fit=False, refit=False)
 _CODES = torch.tensor([fmt.E2M1.index(v) for v in _TABLE], dtype=torch.uint8, device="cpu")
 
+BY_ROWS = True
+
 
 @dataclass(frozen=True)
 class Params:
@@ -52,9 +54,10 @@ def bits(shape: tuple[int, ...], params: Params) -> float:
     return stored_bytes(tree(params), shape) * 8 / math.prod(shape)
 
 
-def encode(weight: Tensor, params: Params, stats: Stats | None = None) -> EncodedTensor:
-    """`weight` (any floating dtype) as an encoded tensor. Raises ValueError on weights that do not fit."""
-    arrays = encode_rows(weight, params.lead, LEVELS, fmt.BLOCK, _rounding(params), stats, _pack)
+def encode(weight: Tensor, params: Params, stats: Stats | None = None, scratch: int = 0) -> EncodedTensor:
+    """`weight` (any floating dtype) as an encoded tensor. scratch: as in `encode_rows`. Raises ValueError on weights that do
+    not fit."""
+    arrays = encode_rows(weight, params.lead, LEVELS, fmt.BLOCK, _rounding(params), stats, _pack, scratch)
     return EncodedTensor(tree(params), tuple(weight.shape), arrays)
 
 

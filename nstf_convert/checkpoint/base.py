@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.runtime.artifact.config import Limits, limits_of_shapes
+from nstf_convert.checkpoint import memory
 from nstf_convert.checkpoint.naming import Plan, Recipe
 from nstf_convert.checkpoint.source import Source, TensorInfo, is_sampled, source_digest
 from nstf_convert.checkpoint.ties import find_ties
 
 # Its square is a number of float32, as are sums of many.
 LARGEST_VALUE = 1e18
-PIECE_VALUES = 1 << 20
+# Looked at in one go: on a GPU each piece is waited for.
+PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 class Checkpoint:
@@ -91,18 +94,22 @@ class Checkpoint:
         Raises CorruptError for NaN or infinite values, UnsupportedError for those too large or small for float32.
         """
         tensor = self._recipe(name).build(self._source.read)
-        bad = 0 if name in self._finite else _not_finite(tensor)
+        if name not in self._finite:
+            self._look_through(name, tensor)
+            self._finite.add(name)
+        return tensor
+
+    def _look_through(self, name: str, tensor: Tensor) -> None:
+        bad, low, high = _extremes(tensor)
         if bad:
             place = self._source.describe(self._recipe(name).sources[0])
             raise CorruptError(
                 f"{place}: tensor {name!r} has {bad} NaN or infinite values of {tensor.numel()}; "
                 f"the checkpoint is broken (a diverged training or a bad download), use another one"
             )
-        if name not in self._finite and (beyond := _beyond_float32(tensor)):
+        if beyond := _beyond_float32(tensor, max(-low, high)):
             place = self._source.describe(self._recipe(name).sources[0])
             raise UnsupportedError(f"{place}: tensor {name[:80]!r} {beyond}, or leave it out")
-        self._finite.add(name)
-        return tensor
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files by name, without keys that lead to code."""
@@ -188,17 +195,15 @@ class NoParameterError(UnsupportedError, KeyError):
         return str(self.args[0])
 
 
-def _beyond_float32(tensor: Tensor) -> str:
+def _beyond_float32(tensor: Tensor, largest: float) -> str:
     """What of it would be lost in float32 altogether, or "": imaginary parts, numbers whose squares are beyond it, or that
-    are all below it."""
+    are all below it. largest: of its magnitudes."""
     if tensor.is_complex():
         kind = str(tensor.dtype).removeprefix("torch.")
         return f"has the type {kind}, which no model here computes with; save it as float32"
-    if tensor.dtype in (torch.float64, torch.float32, torch.bfloat16) and tensor.numel():
-        low, high = (float(x) for x in torch.aminmax(tensor))
+    if tensor.dtype in (torch.float64, torch.float32, torch.bfloat16):
         # A vector is stored as it is: a mask of the lowest numbers, say.
         most = LARGEST_VALUE if tensor.dim() > 1 else torch.finfo(torch.float32).max
-        largest = max(-low, high)
         if largest > most:
             return f"has values up to {largest:.3g}, and {most:.3g} is supported; save smaller ones"
         if tensor.dtype == torch.float64 and 0 < largest < torch.finfo(torch.float32).tiny:
@@ -206,14 +211,23 @@ def _beyond_float32(tensor: Tensor) -> str:
     return ""
 
 
-def _not_finite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite, counted in pieces so that nothing of the tensor's size is made."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0
-    found = 0
-    for piece in torch.split(tensor.reshape(-1), PIECE_VALUES):
-        # The sum is finite when every value is, unless it overflows; then the values are looked at.
-        values = piece.to(torch.float32) if piece.element_size() == 1 else piece
-        if not bool(torch.isfinite(values.sum())):
-            found += int(values.numel() - torch.isfinite(values).sum())
-    return found
+def _extremes(tensor: Tensor) -> tuple[int, float, float]:
+    """(how many elements are NaN or infinite, the smallest, the largest; zeros where there are no fractions).
+
+    Found in pieces, so that nothing of the tensor's size is made, and on the GPU that a tensor is read for, where there is
+    one: a processor takes longer for it than for all else that it does with a weight.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0, 0.0, 0.0
+    device = memory.device() or tensor.device
+    bad, low, high = 0, math.inf, -math.inf
+    for piece in torch.split(tensor.reshape(-1), PIECE_VALUES[device.type]):
+        values = memory.to_device(piece, device)
+        values = values.to(torch.float32) if values.element_size() == 1 else values
+        least, most = torch.stack(torch.aminmax(values)).tolist()  # NaN where there is one
+        if not (math.isfinite(least) and math.isfinite(most)):
+            bad += int(values.numel() - torch.isfinite(values).sum())
+        low, high = min(low, least), max(high, most)
+    return bad, low, high

@@ -1,7 +1,7 @@
 """Rounding of a whole tensor in row chunks.
 
 Memory: a chunk is at most 2**22 weights (about 100 MiB with everything the sweep needs), however large the
-table is.
+table is, or what fits the scratch that a caller allows: a sweep goes from column to column, so a GPU is given many rows.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from nstf.quantizers.stats import Stats
 
 ROUNDINGS = ("nearest", "ldlq")
 CHUNK = 1 << 22  # weights
+SCRATCH_BYTES = 64  # for a weight, with everything that the sweep and the refit of its scales need
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,10 @@ def encode_rows(
     rounding: Rounding,
     stats: Stats | None,
     pack: Callable[[Rounded], dict[str, Tensor]],
+    scratch: int = 0,
 ) -> dict[str, Tensor]:
-    """The arrays that `pack` makes of every chunk of rows, joined along the rows, on the CPU.
+    """The arrays that `pack` makes of every chunk of rows, joined along the rows, on the CPU. scratch: bytes that a chunk
+    may take, where that is more than CHUNK weights do.
 
     Raises ValueError on an empty or non-floating tensor, on non-finite weights and on statistics of another
     shape.
@@ -57,7 +60,7 @@ def encode_rows(
     matrix = matrix_view(weight, lead)
     stats.check(*matrix.shape)
     parts: list[dict[str, Tensor]] = []
-    for start, end in chunks(*matrix.shape):
+    for start, end in chunks(*matrix.shape, max(CHUNK, scratch // SCRATCH_BYTES)):
         part = matrix[start:end].float()
         count = int((~torch.isfinite(part)).sum())
         if count:
@@ -90,7 +93,7 @@ def matrix_view(weight: Tensor, lead: int) -> Tensor:
     return weight.detach().reshape(matrix_shape(tuple(weight.shape), lead))
 
 
-def chunks(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Row ranges of at most 2**22 weights each."""
-    step = max(1, CHUNK // cols)
+def chunks(rows: int, cols: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Row ranges of at most so many weights each; None: CHUNK."""
+    step = max(1, (most or CHUNK) // cols)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,4 +1,4 @@
-"""Writes `.nstf` files: the exact size is known beforehand, and one tensor at a time is in memory.
+"""Writes `.nstf` files: the exact size is known beforehand, and few tensors at a time are in memory.
 
 The header holds the digests of arrays that do not exist yet. Their length is fixed, so the header's is too:
 the arrays are written behind its place first, and the header last. The same input gives the same bytes: no
@@ -8,18 +8,21 @@ time, path, host or thread count is stored. `safetensors.save_file` neither fsyn
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nstf.errors import NstfError
-from nstf.kernels.formats import EncodedTensor, FormatError, Node, check
+from nstf.kernels.formats import EncodedTensor, FormatError, Node, check, stored_bytes
 from nstf.kernels.lazy import torch
 from nstf.runtime.artifact import manifest as mf
 from nstf.runtime.artifact.atomic_file import replacing
@@ -36,12 +39,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Tensors are made and checked while those before them are written, by so many threads, as long as they take at most so many
+# bytes of the file: checking a stored result takes longer than writing it.
+AHEAD_THREADS, AHEAD_BYTES = 2, 1 << 27
+
+
 @dataclass(frozen=True)
 class Source:
     """A tensor to be written whose arrays are made when its turn comes.
 
-    `load()` must return an EncodedTensor of exactly this tree and shape; it is called once and the result is
-    dropped after writing. `dtype` is the tensor's dtype in the source model, by torch's name.
+    `load()` must return an EncodedTensor of exactly this tree and shape; it is called once, in any thread, beside those of
+    the next tensors, and the result is dropped after writing. `dtype` is the tensor's dtype in the source model, by torch's
+    name.
     """
 
     tree: Node
@@ -97,12 +106,12 @@ def write_artifact(
             digests[FILE_PREFIX + name] = output.put(
                 layout.entries[FILE_PREFIX + name].start, memoryview(blob)
             )
-        for name, source in sorted(stored.items()):
-            encoded = _loaded(name, source)
-            for key, array in encoded.arrays.items():
-                full = mf.array_name(name, key)
-                digests[full] = output.put(layout.entries[full].start, _bytes_of(array))
-            del encoded
+        with contextlib.closing(_in_order(dict(sorted(stored.items())))) as made:
+            for name, encoded in made:
+                for key, array in encoded.arrays.items():
+                    full = mf.array_name(name, key)
+                    digests[full] = output.put(layout.entries[full].start, _bytes_of(array))
+                del encoded, array
         output.write(0, memoryview(final_header(layout, digests)))
     return layout.size_bytes
 
@@ -179,6 +188,27 @@ def _source(value: EncodedTensor | Source | Shared, dtype: str | None) -> Source
             dtype = dtype or value.tree.params.dtype
         return Source(value.tree, tuple(value.shape), dtype or "float32", lambda: value)
     return value
+
+
+def _in_order(stored: Mapping[str, Source]) -> Iterator[tuple[str, EncodedTensor]]:
+    """The tensors, the next ones under way while one is written: AHEAD_BYTES with that one."""
+    waiting = deque(
+        (name, source, stored_bytes(source.tree, source.shape)) for name, source in stored.items()
+    )
+    pending: deque[tuple[str, int, Future[EncodedTensor]]] = deque()
+    with ThreadPoolExecutor(AHEAD_THREADS, "write-ahead") as pool:
+        try:
+            while waiting or pending:
+                while waiting and (
+                    not pending or sum(size for _, size, _ in pending) + waiting[0][2] <= AHEAD_BYTES
+                ):
+                    name, source, size = waiting.popleft()
+                    pending.append((name, size, pool.submit(_loaded, name, source)))
+                yield pending[0][0], pending[0][2].result()
+                pending.popleft()
+        finally:
+            for _, _, made in pending:
+                made.cancel()
 
 
 def _loaded(name: str, source: Source) -> EncodedTensor:

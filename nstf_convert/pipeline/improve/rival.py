@@ -9,7 +9,7 @@ docs/conversion.md has the files that the margin was chosen by.
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,8 +34,10 @@ FEWEST_WINDOWS = 4
 # it may be expected to lose. Of the pairs of files in docs/conversion.md that were finished the expectation after a third
 # was 0.91 to 1.07 times what the format then measured; the first look is for those that are far behind.
 LOOKS = ((1 / 6, 1.75), (1 / 3, 1.5))
-# How many times what the mix lost a format may be expected to lose by a few layers, whose tensors are encoded on their own.
+# How many times what the mix lost a format may be expected to lose by a few layers: where Hessians are kept some of all
+# depths, whose tensors are encoded on their own, else so large a share of the weights, the first ones of the pass.
 FIRST_LOOK = 2.0
+FIRST_SHARE = 1 / 12
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Stopped:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def looks(session: Session) -> Sequence[tuple[float, float]]:
+    """`LOOKS`, before them the first look where it has to be taken in the pass."""
+    return LOOKS if session.keeps_hessians else ((FIRST_SHARE, FIRST_LOOK), *LOOKS)
 
 
 def few_layers(names: Iterable[str]) -> list[str]:

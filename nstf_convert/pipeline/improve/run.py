@@ -353,7 +353,7 @@ class Run:
             return None
         session.compile_for(planned.mix)
         names: Collection[str] = ()
-        for share, margin in rival.LOOKS:
+        for share, margin in rival.looks(session):
             with session.stages.stage(stage_of(session)):
                 part = encode_in_pass(session, planned.mix, self._tick(names), share)
             if len(part.results) == len(names):

@@ -100,7 +100,7 @@ class Encoder:
     def inner(self, unit: Unit) -> Tensor:
         """The tensor to encode (`Unit.inner`), on the device that computes."""
         device = self._machine.device
-        with memory.for_gpu() if self._machine.on_gpu else nullcontext():
+        with memory.for_gpu(device) if self._machine.on_gpu else nullcontext():
             return unit.inner(memory.to_device(self._source(unit.name), device))
 
     def encode(

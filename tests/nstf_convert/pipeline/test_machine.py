@@ -1,5 +1,6 @@
 """What a conversion may use, what it is predicted to take, and how it tells where it is."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -271,7 +272,7 @@ def test_weights_stay_on_the_device_within_their_budget() -> None:
 def test_what_is_read_ahead_follows_the_direction_of_the_layers() -> None:
     names = ["embed", *(f"layers.{i}.{n}" for i in range(4) for n in ("q", "o")), "head"]
     weights = DeviceWeights(lambda name: torch.zeros(4), CPU, budget_bytes=0)
-    weights.read_ahead(names)
+    weights.read_ahead(dict.fromkeys(names, 4))
     coming = {name: weights._coming(name)[:3] for name in names[:-1]}
     assert coming["embed"] == names[1:4] and coming["layers.0.o"] == names[3:6]
     # The gradients' way: each layer is computed again, the last one first.
@@ -281,6 +282,26 @@ def test_what_is_read_ahead_follows_the_direction_of_the_layers() -> None:
     weights._coming("layers.0.q")
     weights._coming("embed")
     assert weights._coming("layers.0.q")[:2] == ["layers.0.o", "layers.1.q"], "the next batch goes forward"
+
+
+def test_weights_that_were_never_read_are_read_ahead_by_their_size() -> None:
+    """Also behind a table that is larger than all that may be read ahead."""
+    names = {"embed": 1000, **{f"layers.{i}.{n}": 50 for i in range(2) for n in ("q", "o")}}
+    weights = DeviceWeights(
+        lambda name: torch.zeros(names[name], dtype=torch.float16), CPU, budget_bytes=1000
+    )
+    weights.read_ahead(names)
+    asked = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, work, name):
+            asked.append(name)
+            return super().submit(lambda: weights._read(name))
+
+    with Pool(1) as weights._pool:
+        weights("embed")
+        weights._read_ahead("embed")
+    assert asked == ["layers.0.q", "layers.0.o"], "100 bytes each, and a quarter of 1000 at a time"
 
 
 def test_large_hessians_are_used_and_not_stored(default_options, converted, monkeypatch, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Writing, opening, the exact size, and what other readers see."""
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nstf.runtime.artifact import (
     parse_header,
     verify,
     write_artifact,
+    writer,
 )
 
 Make = Callable[[int], EncodedTensor]
@@ -139,11 +141,15 @@ def test_size_is_predicted_to_the_byte(tmp_path: Path, random_tensor: Make) -> N
         assert write_artifact(path, tensors, files, meta, dtypes) == path.stat().st_size == predicted
 
 
-def test_sources_are_made_one_at_a_time_and_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ahead", "most_alive"), [(0, 1), (1300, 3), (1 << 30, 20)])
+def test_sources_are_made_few_at_a_time_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, most_alive: int
+) -> None:
     import weakref
 
+    monkeypatch.setattr(writer, "AHEAD_BYTES", ahead)
     alive: weakref.WeakSet[EncodedTensor] = weakref.WeakSet()
-    most = 0
+    most, lock = 0, threading.Lock()
 
     class Watched(EncodedTensor):
         __slots__ = ()
@@ -153,14 +159,15 @@ def test_sources_are_made_one_at_a_time_and_dropped(tmp_path: Path) -> None:
         nonlocal most
         made = dense(torch.full((100,), value))
         watched = Watched(made.tree, made.shape, made.arrays)
-        alive.add(watched)
-        most = max(most, len(alive))
+        with lock:
+            alive.add(watched)
+            most = max(most, len(alive))
         return watched
 
     tree = Node("dense", Dense("float32"))
     sources = {f"t{i}": Source(tree, (100,), "float16", lambda i=i: load(float(i))) for i in range(20)}
     write_artifact(tmp_path / "m.nstf", sources)
-    assert most == 1
+    assert most <= most_alive and (most > 1) == (ahead > 0) and not alive
     with open_artifact(tmp_path / "m.nstf") as artifact:
         assert decode(artifact.encoded("t7"))[0] == 7
         assert artifact.record("t7").dtype == "float16"
