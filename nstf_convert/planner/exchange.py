@@ -36,8 +36,8 @@ def exchanged(table: Table, choice: Choice, a: float, b: float) -> Choice:
 
 @dataclass(frozen=True)
 class _Changes:
-    """Changes of one unit each, and a last one that changes nothing (unit -1). loss: what is added to it; likewise bytes and
-    seconds."""
+    """Changes of one unit each, and one that changes nothing (unit -1), by rising loss. loss: what is added to it; likewise
+    bytes and seconds."""
 
     unit: Choice
     option: Choice
@@ -66,18 +66,30 @@ def _changes(table: Table, choice: Choice, reduced: Array, rest: float, most: in
         np.append(part[unit, option] - part[unit, choice[unit]], 0.0)
         for part in (table.size, table.loss, table.seconds)
     )
-    return _Changes(np.append(unit, -1), np.append(option, -1), size, loss, seconds)
+    order = np.argsort(loss, kind="stable")
+    unit, option = np.append(unit, -1)[order], np.append(option, -1)[order]
+    return _Changes(unit, option, size[order], loss[order], seconds[order])
 
 
 def _best_pair(table: Table, choice: Choice, reduced: Array, rest: float) -> Choice:
     """The choice after the change of one unit or two that lowers the loss most; itself where none does."""
     found = _changes(table, choice, reduced, rest, _MOST_IN_PAIRS)
     size, _, seconds = table.totals(choice)
-    fits = (size + found.size[:, None] + found.size <= table.budget) & (found.unit[:, None] != found.unit)
-    fits &= seconds + found.seconds[:, None] + found.seconds <= table.bound
-    added = np.where(fits, found.loss[:, None] + found.loss, 0.0)
-    at = divmod(int(np.argmin(added)), len(found.unit))
-    return found.applied(table, choice, at) if added[at] < 0.0 else choice
+    best, at = 0.0, None
+    for first, loss in enumerate(found.loss):
+        # Losses rise: beside this change only those up to `end` would beat what is known, the first that fits by most.
+        end = int(np.searchsorted(found.loss, best - loss))
+        if end <= first + 1:
+            break
+        others = slice(first + 1, end)
+        fits = (size + found.size[first] + found.size[others] <= table.budget) & (
+            seconds + found.seconds[first] + found.seconds[others] <= table.bound
+        )
+        fits &= found.unit[others] != found.unit[first]
+        second = int(np.argmax(fits))
+        if fits[second]:
+            best, at = float(loss + found.loss[others][second]), (first, first + 1 + second)
+    return choice if at is None else found.applied(table, choice, at)
 
 
 def _best_triple(table: Table, choice: Choice, reduced: Array, rest: float) -> Choice:
@@ -85,14 +97,22 @@ def _best_triple(table: Table, choice: Choice, reduced: Array, rest: float) -> C
     found = _changes(table, choice, reduced, rest, _MOST_IN_TRIPLES)
     size, _, seconds = table.totals(choice)
     first, second = np.nonzero(found.unit[:, None] < found.unit)
+    order = np.argsort(found.loss[first] + found.loss[second], kind="stable")
+    first, second = first[order], second[order]
     sizes, losses, slower = (part[first] + part[second] for part in (found.size, found.loss, found.seconds))
+    sizes, slower = size + sizes, seconds + slower
     best, at = 0.0, None
-    for third in range(len(found.unit)):
-        fits = (losses + found.loss[third] < best) & (size + sizes + found.size[third] <= table.budget)
-        fits &= seconds + slower + found.seconds[third] <= table.bound
-        fits &= (found.unit[first] != found.unit[third]) & (found.unit[second] != found.unit[third])
-        some = np.nonzero(fits)[0]
-        if some.size:
-            pair = some[np.argmin(losses[some])]
-            best, at = float(losses[pair] + found.loss[third]), (int(first[pair]), int(second[pair]), third)
+    for third, loss in enumerate(found.loss):
+        end = int(np.searchsorted(losses, best - loss))
+        if end == 0:
+            break
+        fits = (sizes[:end] + found.size[third] <= table.budget) & (
+            slower[:end] + found.seconds[third] <= table.bound
+        )
+        fits &= (found.unit[first[:end]] != found.unit[third]) & (
+            found.unit[second[:end]] != found.unit[third]
+        )
+        pair = int(np.argmax(fits))
+        if fits[pair]:
+            best, at = float(losses[pair] + loss), (int(first[pair]), int(second[pair]), third)
     return choice if at is None else found.applied(table, choice, at)
