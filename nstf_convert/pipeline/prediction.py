@@ -60,9 +60,15 @@ LAUNCHES = 250
 WAITS = 3
 # Roles whose input another one reads first: q, k and v share it, gate and up too.
 BESIDE_ANOTHER = ("k", "v", "up")
+# Where a plan counts time it mostly takes integers. On a GPU these cost products of so many times out x in^2: errors fed to
+# later columns in three sweeps, half a matrix each, scales refitted twice with one and a half; and so many launches for
+# every 128 columns of a matrix, and for a matrix (135 M and 8 B on an H200).
+ROUNDED, ROUNDED_COLUMNS, ROUNDED_LAUNCHES, MATRIX_LAUNCHES = 4.5, 128, 60, 2000
+# How much faster layers are on a GPU whose products may round (8 B on an H200).
+GPU_ROUNDS = 2.0
 # On a GPU, of an H200 with 16 cores: seconds of a weight that is read, decoded and copied for a measurement; of a byte of
 # the file; of a byte of weights that a pass fetches from the host; of a matrix in the plans that bound time.
-DECODED, WRITTEN, FETCHED, PLANNED = 1.3e-9, 2.7e-9, 0.4e-9, 0.025
+DECODED, WRITTEN, FETCHED, PLANNED = 0.7e-9, 1.8e-9, 0.4e-9, 0.02
 # What a helper on the same GPU adds to the speed of the candidates: with three they took 10.2 s in place of 14.3.
 BESIDE_SPEED = 0.15
 # What a conversion leaves on the heap between its stages.
@@ -150,7 +156,8 @@ def predict(
     one = text.one
     forward = rounded = one.seconds if one is not None else _forward(work, rates.product, rates, text.tokens)
     if one is None:
-        rounded = _forward(work, rates.layer or rates.product, rates, text.tokens)
+        alone = rates.product / (GPU_ROUNDS if machine.on_gpu else 1.0)
+        rounded = _forward(work, rates.layer or alone, rates, text.tokens)
     # What may round, as in the encoding of few bits (improve.front_to_back).
     passing = rounded if _bits(size, units) < EXACT_BITS else forward
     logits = (work.head * rates.product) + BESIDE["logit"] * work.vocabulary * rates.element
@@ -160,7 +167,11 @@ def predict(
     moments = 3 * hessians + BESIDE["moments"] * columns * rates.element
     places = 1 if one is None else one.places
 
-    encode = _encode(work, rates, _searched(size, units), cores, machine)
+    stacks = any(u.role == "expert_stack" for u in units)
+    if machine.on_gpu and options.bounds_time and options.level.thorough and not stacks:
+        encode = _encode_integers(work, rates)
+    else:
+        encode = _encode(work, rates, _searched(size, units), cores, machine)
     in_pass = options.front_to_back or drops_hessians
     models = 2 if options.front_to_back else 1
     waiting = _tokens_in_pass(work, machine, tokens * places, models)
@@ -275,6 +286,13 @@ def _encode(work: _Work, rates: Rates, searched: float, cores: int, machine: Mac
     factors = 2 * work.cubes * rates.factor
     # The search spreads over the cores by itself, and its rate is that of all of them.
     return codes * each + (launches + factors) / cores
+
+
+def _encode_integers(work: _Work, rates: Rates) -> float:
+    """The same on a GPU where matrices are mostly integers and tables are searched."""
+    launches = ROUNDED_LAUNCHES * work.blocks * 16 / ROUNDED_COLUMNS + MATRIX_LAUNCHES * work.matrices
+    products = ROUNDED * work.solved * rates.product
+    return products + launches * rates.launch + 2 * work.cubes * rates.factor + work.tables * rates.search
 
 
 def _encode_together(work: _Work, rates: Rates, encode: float, room: int) -> float:

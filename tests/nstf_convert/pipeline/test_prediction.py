@@ -28,7 +28,7 @@ GPU_BYTES, HOST_BYTES = 104 << 30, 93 << 30
 class Recorded:
     """A conversion of docs/conversion.md. seconds: by the clock, opening included, imports not; of those before formats were
     given up on the way the single format's pass counts as far as it would be run today. begun: until there was a
-    prediction. factor: of the card at the model's width."""
+    prediction. factor: of the card at the model's width. prefer: what the plan preferred."""
 
     model: str
     seconds: float
@@ -38,16 +38,19 @@ class Recorded:
     fast: bool = False
     keeps: bool = False
     beside: int = 0
+    prefer: str = "size"
 
     def __str__(self) -> str:
-        return f"{self.model}{', fast' if self.fast else ''}"
+        return f"{self.model}{', fast' if self.fast else ''}, {self.prefer}"
 
 
 RECORDED = [
-    Recorded("135m", 54.9 - 5.3, 13.0, 8.27e-13, keeps=True, beside=3),
+    # 27 November 2026: another H200, and integers rounded with more rows at a time.
+    Recorded("135m", 52.2 - 7.5, 13.6, 8.27e-13, keeps=True, beside=3, prefer="balance"),
     Recorded("1b", 118 - 5 / 6 * 29.1, 19.5, 6.08e-14, 20 << 30),
     Recorded("8b", 425 - 5 / 6 * 147.8, 12.9, 4.54e-14, 24 << 30),
-    Recorded("8b", 191, 6.9, 4.57e-14, 24 << 30, fast=True),
+    Recorded("8b", 195.5 - 7.5, 12.7, 4.54e-14, 24 << 30, prefer="balance"),
+    Recorded("8b", 191, 6.9, 4.57e-14, 24 << 30, fast=True, prefer="balance"),
     Recorded("70b-layers", 124 - 5 / 6 * 45.7, 6.8, 5.42e-14),
     Recorded("30b-a3b-layers", 143 - 5 / 6 * 36.4, 6.8, 1.93e-13, 24 << 30, keeps=True),
 ]
@@ -92,7 +95,7 @@ def predicted(models: ModuleType, run: Recorded, default_options, monkeypatch) -
     monkeypatch.setattr(prediction, "measured_rates", lambda *given: rates)
     units = units_of(models, run.model)
     card = Machine((torch.device("cuda", 0),), 16, HOST_BYTES, run.gpu_bytes, True)
-    effort = {"effort": "fast", "target": ("sm_90",)} if run.fast else {"effort": "balanced"}
+    effort = {"effort": "fast" if run.fast else "balanced", "target": ("sm_90",), "prefer": run.prefer}
     text = Text(16, 512, gradients=4, reports=False) if run.fast else Text(64, 512)
     size = 2 * sum(u.elements for u in units)
     options = default_options(("bpw", 3.0), **effort)
@@ -108,11 +111,9 @@ def test_recorded_conversions_are_predicted_within_thirty_per_cent(
     assert 0.7 * run.seconds < found.total_seconds < 1.3 * run.seconds
 
 
-def test_the_fast_conversion_of_8b_is_said_to_take_three_minutes(
-    models, default_options, monkeypatch
-) -> None:
-    found = predicted(models, RECORDED[3], default_options, monkeypatch)
-    assert minutes(found.total_seconds) == "3 min"
+def test_the_stages_of_the_fast_conversion_of_8b_are_predicted(models, default_options, monkeypatch) -> None:
+    found = predicted(models, RECORDED[4], default_options, monkeypatch)
+    assert minutes(found.total_seconds) == "2 min", "191 s were recorded, before weights were read ahead"
     # Encoded 117.5 s with what was done of the single format, calibrated with proposals 37.5.
     assert 0.65 < found.seconds["encode"] / 117.5 < 1.0
     assert 0.7 < (found.seconds["calibration"] + found.seconds["candidates"]) / 37.5 < 1.3
