@@ -60,7 +60,8 @@ def encode_rows(
     matrix = matrix_view(weight, lead)
     stats.check(*matrix.shape)
     parts: list[dict[str, Tensor]] = []
-    for start, end in chunks(*matrix.shape, max(CHUNK, scratch // SCRATCH_BYTES)):
+    rows, cols = matrix.shape
+    for start, end in chunks(rows, cols, max(CHUNK, scratch // SCRATCH_BYTES)):
         part = matrix[start:end].float()
         count = int((~torch.isfinite(part)).sum())
         if count:

@@ -15,7 +15,7 @@ import hashlib
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,7 @@ def _source(value: EncodedTensor | Source | Shared, dtype: str | None) -> Source
     return value
 
 
-def _in_order(stored: Mapping[str, Source]) -> Iterator[tuple[str, EncodedTensor]]:
+def _in_order(stored: Mapping[str, Source]) -> Generator[tuple[str, EncodedTensor], None, None]:
     """The tensors, the next ones under way while one is written: AHEAD_BYTES with that one."""
     waiting = deque(
         (name, source, stored_bytes(source.tree, source.shape)) for name, source in stored.items()
