@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nstf.errors import UsageError
+from nstf_convert.checkpoint.paths import expanded
 from nstf_convert.cli.sizes import BudgetKind, parse_budget, parse_bytes
 from nstf_convert.inputs import FOREIGN, keep_inputs
 
@@ -200,11 +201,12 @@ def parse_formats(text: str | None) -> tuple[str, ...] | None:
 
 
 def check_datasets(datasets: list[str] | None) -> tuple[str, ...]:
-    """Raises UsageError for a path that does not exist; hub names are left to the reader."""
+    """Raises UsageError for a path that does not exist; hub names are left to the reader. `~` is left to ConvertOptions."""
     for name in datasets or []:
-        if not Path(name).exists() and not _HUB_NAME.fullmatch(name):
+        there = expanded(name).exists()
+        if not there and not _HUB_NAME.fullmatch(name):
             raise UsageError(f"--dataset: no such file or folder: {name}")
-        if not Path(name).exists() and name.endswith((".txt", ".jsonl", ".parquet")):
+        if not there and name.endswith((".txt", ".jsonl", ".parquet")):
             raise UsageError(f"--dataset: no such file: {name}")
     return tuple(datasets or ())
 

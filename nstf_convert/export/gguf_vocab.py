@@ -1,7 +1,8 @@
 """The tokenizer of an artifact as GGUF's arrays: tokens, their types, merges, special ids, chat template.
 
 llama.cpp splits text by rules that it knows by name. The name follows here from the splitting patterns of
-tokenizer.json; a tokenizer that follows none of the known ones is refused, since other tokens would be a silent loss.
+tokenizer.json; a tokenizer that follows none of the known ones is refused, since other tokens would be a silent loss. Of
+older vocabularies (vocab.json with merges.txt, tokenizer.model) transformers makes what tokenizer.json would say.
 """
 
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UnsupportedError
+from nstf_convert.checkpoint.side_files import CONTENT
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -29,11 +31,11 @@ PATTERNS = {
 
 def write_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
     """Adds the tokenizer of a Hugging Face folder, or says that there is none. Raises UnsupportedError."""
-    file = folder / "tokenizer.json"
-    if not file.exists():
+    found = _read(folder)
+    if found is None:
         writer.add_tokenizer_model("no_vocab")
         return
-    data = json.loads(file.read_bytes())
+    data, config = found
     model = data["model"]
     if model.get("type") != "BPE":
         raise UnsupportedError(
@@ -47,7 +49,36 @@ def write_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
         writer.add_tokenizer_pre(splitting(data.get("pre_tokenizer")))
         _write_tokens(writer, data, vocab_size, by_merge=None)
         writer.add_token_merges([_merge(m) for m in model["merges"]])
-    _write_special(writer, folder, data)
+    _write_special(writer, folder, data, config)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What tokenizer.json says, or would say, and the tokenizer's settings. None without a vocabulary."""
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(settings.read_bytes()) if settings.exists() else {}
+    if file.exists():
+        return json.loads(file.read_bytes()), config
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    words = [name for name in CONTENT if name in files and not name.startswith("chat_template")]
+    if not words:
+        return None
+    from nstf.runtime.skeleton import harmless
+    from nstf.runtime.tokenizer_files import tokenizer_from_files
+
+    if "config.json" in files:  # which can name the tokenizer's class
+        files["config.json"] = json.dumps(harmless(json.loads(files["config.json"]))).encode()
+    made = tokenizer_from_files(files, "target 'gguf'")
+    fast = getattr(made, "backend_tokenizer", None)
+    if fast is None:
+        raise UnsupportedError(
+            f"target 'gguf': of {', '.join(words)} transformers makes no tokenizer.json: use convert_hf_to_gguf.py of "
+            "llama.cpp on an export to target 'hf'"
+        )
+    # Special tokens that no file states are those of the class.
+    tokens = {
+        kind: getattr(made, kind, None) for kind in ("bos_token", "eos_token", "unk_token", "pad_token")
+    }
+    return json.loads(fast.to_str()), config | {kind: str(t) for kind, t in tokens.items() if t is not None}
 
 
 def splitting(pre_tokenizer: dict[str, Any] | None) -> str:
@@ -136,9 +167,7 @@ def _merge(merge: Any) -> str:
     return " ".join("".join(chr(ord(c) + 256) if c == " " else c for c in part) for part in parts)
 
 
-def _write_special(writer: Any, folder: Path, data: dict[str, Any]) -> None:
-    config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_bytes()) if config_file.exists() else {}
+def _write_special(writer: Any, folder: Path, data: dict[str, Any], config: dict[str, Any]) -> None:
     ids = {**data["model"]["vocab"], **{e["content"]: e["id"] for e in data.get("added_tokens", [])}}
     for kind, add in (
         ("bos", writer.add_bos_token_id),

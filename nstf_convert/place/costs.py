@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from nstf.analyzers.roles import role_of
 from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import FormatError, Node, dense, integer, node_to_json, stored_bytes, trellis
 from nstf.kernels.formats.shards import grain
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 # What runs as one launch on a GPU where it is stored alike.
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(\d+)\.")
+# Modules that give a logit for every token of the vocabulary; other matrices with as many rows are tables of the input.
+_HEAD = re.compile(r"head$|(?:^|\.)(?:embed_out|proj_out|lm_loss|decoder|output|pred_layer\.proj)$")
 _ENCODING = re.compile(r"bf16|int[2-8]|trellis([1-6](?:\.(?:25|5|75))?)")
 # How DeepSeek's attention is cut by heads; transformers' plan leaves it whole.
 _LATENT = {"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
@@ -128,7 +131,6 @@ def of_artifact(artifact: Artifact, kv_bits: float = 16.0) -> Model:
     config = artifact.config()
     names = [n for n in artifact.names() if artifact.stored_name(n) == n]
     stored = {n: (artifact.record(n).tree, artifact.record(n).shape) for n in names}
-    shared = {n: artifact.stored_name(n) for n in artifact.names() if n not in stored}
 
     def first_problem(ranks: int) -> str | None:
         try:
@@ -138,7 +140,7 @@ def of_artifact(artifact: Artifact, kv_bits: float = 16.0) -> Model:
         return next((f"{n}: {p.problem}" for n, p in parts.items() if p.problem is not None), None)
 
     problem = cache(first_problem)
-    return _model(artifact.path.name, config, stored, shared, kv_bits, problem, latent=False)
+    return _model(artifact.path.name, config, stored, kv_bits, problem, latent=False)
 
 
 def of_config(name: str, config: Mapping[str, Any], encoding: str, kv_bits: float = 16.0) -> Model:
@@ -148,14 +150,12 @@ def of_config(name: str, config: Mapping[str, Any], encoding: str, kv_bits: floa
     """
     shapes = _shapes(config)
     stored = {n: (tree_of(encoding, n, s), s) for n, s in shapes.items()}
-    tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
-    heads = [n for n in stored if n.endswith("lm_head.weight")] if tied else []
-    tables = [n for n in stored if n.endswith("embed_tokens.weight")]
-    shared = {h: tables[0] for h in heads if tables}
-    for head in shared:
+    text = _text_of(config)
+    table, head = _ends(shapes, getattr(text, "vocab_size", None))
+    if table is not None and head is not None and getattr(text, "tie_word_embeddings", False):
         del stored[head]
     problem = cache(partial(_first_problem, config, stored))
-    return _model(f"{name}, {encoding}", config, stored, shared, kv_bits, problem, latent=True)
+    return _model(f"{name}, {encoding}", config, stored, kv_bits, problem, latent=True)
 
 
 def tree_of(encoding: str, name: str, shape: Shape) -> Node:
@@ -176,7 +176,7 @@ def tree_of(encoding: str, name: str, shape: Shape) -> Node:
         return plain
     try:
         lead = 2 if len(shape) == 3 else 1
-        if found[1] is None or name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        if found[1] is None or role_of(name, shape) in ("embedding", "head"):
             bits = int(encoding[3:]) if found[1] is None else 4
             tree = Node("int", integer.Params(bits=bits, group=128, lead=lead))
         else:
@@ -191,12 +191,11 @@ def _model(
     name: str,
     config: Mapping[str, Any],
     stored: Mapping[str, tuple[Node, Shape]],
-    shared: Mapping[str, str],
     kv_bits: float,
     problem: Callable[[int], str | None],
     latent: bool,
 ) -> Model:
-    text = text_config(config)
+    text = _text_of(config)
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
     try:
         facts = _facts(text, stored, kv_bits)
@@ -205,28 +204,80 @@ def _model(
             f"the config of this model of type {str(config.get('model_type'))[:40]!r} does not describe its layers: {error}"
         ) from error
     layers: list[list[Matrix]] = [[] for _ in range(facts.layers)]
+    at = _layer_numbers(stored, facts.layers)
+    ends = _ends({n: shape for n, (_, shape) in stored.items()}, facts.vocab)
     table = head = None
     kept = 0
     for path, (tree, shape) in stored.items():
-        at = _LAYER.search(path)
         owner = path.rpartition(".")[0].rpartition(".")[2]
         axis = axis_of(path, plan)
         if latent and hasattr(text, "kv_lora_rank") and owner in _LATENT:
             axis = _LATENT[owner]
-        if "embed_tokens" in path:
+        if path == ends[0]:
             table = Matrix(path, tree, shape, "table", axis)
-        elif "lm_head" in path and len(shape) == 2:
+        elif path == ends[1]:
             head = Matrix(path, tree, shape, "head", axis)
-        elif at is None or int(at[1]) >= facts.layers or len(shape) < 2:
+        elif path not in at or len(shape) < 2:
             kept += stored_bytes(tree, shape)
         else:
-            kind = "experts" if len(shape) == 3 else "product" if len(shape) == 2 else "kept"
-            layers[int(at[1])].append(Matrix(path, tree, shape, kind, axis, _FUSED.get(owner, "")))
-    tied = head is None and any("lm_head" in n for n in shared)
-    if head is None and table is not None:
+            stack = len(shape) == 3 and "expert" in path  # as `_facts` counts them
+            kind = "experts" if stack else "product" if len(shape) == 2 else "kept"
+            layers[at[path]].append(Matrix(path, tree, shape, kind, axis, _FUSED.get(owner, "")))
+    tied = head is None and table is not None
+    if table is not None and tied:
         head = Matrix(table.name, table.tree, table.shape, "head", table.axis)
-        tied = True
     return Model(name, facts, tuple(tuple(layer) for layer in layers), table, head, tied, kept, problem)
+
+
+def _text_of(config: Mapping[str, Any]) -> Any:
+    """The config of a model's text (`text_config`). Raises UnsupportedError for an encoder with a decoder, too: tokens that
+    are read go through the one, tokens that are written through the other, and a plan's layers are one stack."""
+    text = text_config(config)
+    if text.is_encoder_decoder or config.get("is_encoder_decoder") is True:
+        kind = str(config.get("model_type"))[:40]
+        raise UnsupportedError(
+            f"a model of type {kind!r} has an encoder and a decoder; nstf place divides a single stack of layers"
+        )
+    return text
+
+
+def _layer_numbers(stored: Mapping[str, tuple[Node, Shape]], count: int) -> dict[str, int]:
+    """The layer that each tensor of a layer belongs to, by its name.
+
+    Families call the list of layers by many names (`layers`, `h`, `blocks`, `encoder.layer`), and experts, heads and towers
+    for images are numbered, too: it is the list with all of `count` numbers and the most bytes, with the lists beside it
+    (XLM has one of attentions and one of feed-forward parts). A member of LongCat's list is two of its config's layers.
+    """
+    lists: dict[str, dict[str, dict[str, int]]] = {}
+    for name in stored:
+        for found in _NUMBER.finditer(name):
+            path = name[: found.start()]
+            parent = path[:-1].rpartition(".")[0]
+            lists.setdefault(parent, {}).setdefault(path, {})[name] = int(found[1])
+    for each in (1, 2):
+        all_numbers = set(range(count // each))
+        stacks = []
+        for beside in lists.values():
+            whole = [members for members in beside.values() if all_numbers <= set(members.values())]
+            numbers = {n: i * each for members in whole for n, i in members.items() if i in all_numbers}
+            stacks.append((sum(stored_bytes(*stored[n]) for n in numbers), numbers))
+        most = max(stacks, key=lambda stack: stack[0], default=(0, {}))
+        if most[0]:
+            return most[1]
+    raise UnsupportedError(f"no list of {count} layers is among the tensors of this model")
+
+
+def _ends(shapes: Mapping[str, Shape], vocab: int | None) -> tuple[str | None, str | None]:
+    """Names of the input's table and of the head, or None: matrices with a row for every token, outside of numbered lists;
+    of several the one with a known name."""
+    found: dict[str, list[str]] = {"embedding": [], "head": []}
+    for name, shape in shapes.items():
+        if len(shape) == 2 and shape[0] == vocab and not _NUMBER.search(name):
+            found["head" if _HEAD.search(name.removesuffix(".weight")) else "embedding"].append(name)
+    table, head = (
+        min(names, key=lambda n: role_of(n, shapes[n]) != role, default=None) for role, names in found.items()
+    )
+    return table, head
 
 
 def _facts(text: Any, stored: Mapping[str, tuple[Node, Shape]], kv_bits: float) -> Facts:
@@ -275,7 +326,7 @@ def _first_problem(
         return str(error)
     seen: set[tuple[str, Shape]] = set()
     for name, (tree, shape) in stored.items():
-        inner = _LAYER.sub("", name), shape
+        inner = _NUMBER.sub("", name), shape
         if inner in seen:
             continue
         seen.add(inner)
@@ -298,7 +349,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         check_config(config, _CONFIG_LIMITS, "the config")
     except CorruptError as error:  # it speaks of tensors, and there are none
         raise UsageError("the config's sizes are beyond any model, or no sizes") from error
-    text = text_config(config)
+    text = _text_of(config)
     try:
         with torch.device("meta"), torch.no_grad(), no_hub_kernels(), parameters_on_meta(_CONFIG_LIMITS):
             model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)

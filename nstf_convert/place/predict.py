@@ -232,7 +232,9 @@ class Predictor:
         """(looking rows up in the table, the head for the last token of every sequence)."""
         facts, group = self.model.facts, groups[0]
         size = rows * facts.hidden * facts.activation_bytes
-        table = Parts(links=self.fabric.all_reduce(group, size) if layout.ranks > 1 else 0.0)
+        table = Parts()
+        if layout.ranks > 1 and self.model.table is not None and self.model.table.axis is not None:
+            table = Parts(links=self.fabric.all_reduce(group, size))
         if self.model.head is None:
             return table, Parts()
         everyone = [d for g in groups for d in self.devices(g)]
@@ -243,7 +245,9 @@ class Predictor:
             for d in _unlike(everyone)
         )
         gathered = self.fabric.all_gather(group, sequences * facts.vocab * facts.activation_bytes)
-        return table, Parts(work, 0.0, gathered if layout.ranks > 1 else 0.0)
+        return table, Parts(
+            work, 0.0, gathered if layout.ranks > 1 and self.model.head.axis is not None else 0.0
+        )
 
     def layer_bytes(self, index: int, layout: Layout) -> float:
         """Bytes of a layer on each device: its weights, and the keys and values of its sequences."""
@@ -269,9 +273,9 @@ class Predictor:
         facts, total = self.model.facts, float(self.model.kept_bytes)
         first, last = stage == 0, stage == layout.stages - 1
         if first and self.model.table is not None:
-            total += self.model.table.size_bytes / layout.ranks
+            total += self.model.table.size_bytes / (layout.ranks if self.model.table.axis is not None else 1)
         if last and self.model.head is not None and not (self.model.tied and first):
-            total += self.model.head.size_bytes / layout.ranks
+            total += self.model.head.size_bytes / (layout.ranks if self.model.head.axis is not None else 1)
         rows = min(CHUNK, self.load.prompt * math.ceil(self.load.batch / layout.replicas))
         total += rows * (6 * facts.hidden + 2 * self.widest / layout.ranks) * facts.activation_bytes
         if last:

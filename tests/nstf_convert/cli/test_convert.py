@@ -91,6 +91,18 @@ def test_paths_may_begin_in_a_home_folder_that_the_shell_left_alone(
     assert done.code == 2 and f"--work-dir {tmp_path}/w.txt is a file" in done.err
 
 
+def test_a_dataset_may_be_in_a_home_folder_that_the_shell_left_alone(
+    nstf, pipeline, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "texts").mkdir()
+    done = nstf("convert", tiny.folder, "-o", tmp_path / "m.nstf", *BUDGET, "--dataset=~/texts")
+    assert done.code == 0, done.err
+    assert pipeline.options.datasets == (str(tmp_path / "texts"),)
+    done = nstf("convert", tiny.folder, "-o", tmp_path / "n.nstf", *BUDGET, "--dataset=~/none.txt")
+    assert done.code == 2 and "--dataset: no such file or folder: ~/none.txt" in done.err
+
+
 def test_a_place_that_takes_no_file_is_said_before_the_work(nstf, pipeline, tiny, tmp_path, monkeypatch):
     pipe = tmp_path / "a.json"
     os.mkfifo(pipe)

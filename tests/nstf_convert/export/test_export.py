@@ -357,3 +357,61 @@ def test_an_export_is_the_same_whatever_device_the_process_makes_tensors_on(
         exports.export(artifact, exports.Request(target="transformers", output=tmp_path / "odd"))
     plain, odd = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("plain", "odd"))
     assert plain == odd
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_an_older_vocabulary_is_written_as_its_tokenizer_json_would_be(
+    tiny: ModuleType, tmp_path: Path, kind: str
+) -> None:
+    """It was `no_vocab` without a word where the checkpoint has vocab.json and merges.txt alone."""
+    gguf = pytest.importorskip("gguf")
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    from nstf.runtime.artifact import open_artifact, write_artifact
+    from nstf.runtime.tokenizer_files import load_tokenizer
+
+    words = ["<|endoftext|>", *sorted(ByteLevel.alphabet()), "ab", "\u0120a", "\u0120ab"]
+    config = {"tokenizer_class": kind, "chat_template": "{{ messages }}"}
+    older = {
+        "vocab.json": json.dumps({word: i for i, word in enumerate(words)}).encode(),
+        "merges.txt": "#version: 0.2\na b\n\u0120 a\n\u0120a b\n".encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+    model = tiny.new_model("LlamaForCausalLM", intermediate_size=64, vocab_size=288)
+    with open_artifact(tiny.write(tmp_path, model)) as opened:
+        files = {"config.json": opened.file("config.json")}
+        tensors = {n: opened.encoded(n) for n in opened.names()}
+        write_artifact(tmp_path / "older.nstf", tensors, files | older)
+        tokenizer = load_tokenizer(tmp_path / "older.nstf")
+        newer = {"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()}
+        stated = {"bos_token": tokenizer.bos_token, "eos_token": "<|endoftext|>"}
+        newer["tokenizer_config.json"] = json.dumps(config | stated).encode()
+        write_artifact(tmp_path / "newer.nstf", tensors, files | newer)
+    fields = []
+    for name in ("older", "newer"):
+        file = tmp_path / f"{name}.gguf"
+        assert run(["export", str(tmp_path / f"{name}.nstf"), "--to", "gguf", "-o", str(file)]) == 0
+        reader = gguf.GGUFReader(file)
+        fields.append({k: f.contents() for k, f in reader.fields.items() if k.startswith("tokenizer.")})
+    found, expected = fields
+    assert found["tokenizer.ggml.model"] == "gpt2"
+    assert found["tokenizer.ggml.pre"] == ("gpt-2" if kind == "GPT2Tokenizer" else "qwen2")
+    assert found["tokenizer.ggml.tokens"][: len(words)] == words
+    assert found["tokenizer.ggml.merges"] == ["a b", "\u0120 a", "\u0120a b"]
+    assert found["tokenizer.ggml.eos_token_id"] == 0
+    unstated = ("tokenizer.ggml.unknown_token_id", "tokenizer.ggml.padding_token_id")
+    assert {k: v for k, v in found.items() if k not in unstated} == expected
+
+
+def test_a_vocabulary_that_transformers_cannot_read_is_refused(
+    tiny: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
+    from nstf.runtime.artifact import open_artifact, write_artifact
+
+    model = tiny.new_model("LlamaForCausalLM", intermediate_size=64)
+    with open_artifact(tiny.write(tmp_path, model)) as opened:
+        files = {"config.json": opened.file("config.json"), "tokenizer.model": b"no model"}
+        write_artifact(tmp_path / "a.nstf", {n: opened.encoded(n) for n in opened.names()}, files)
+    assert run(["export", str(tmp_path / "a.nstf"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")]) == 6
+    assert "cannot build a tokenizer of tokenizer.model" in capsys.readouterr().err
+    assert not (tmp_path / "a.gguf").exists()

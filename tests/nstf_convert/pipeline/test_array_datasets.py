@@ -61,3 +61,17 @@ def test_images_that_no_processor_has_read_are_refused(
     capsys.readouterr()
     assert run([*words, "--dataset", str(tmp_path / "a.safetensors")]) == 2
     assert "pixel_values holds whole numbers" in capsys.readouterr().err
+
+
+def test_arrays_in_a_home_folder_are_read_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts were; of arrays the file called `~` was looked for."""
+    import nstf_convert
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    save_file({"pixel_values": images}, tmp_path / "a.safetensors")
+    output = tmp_path / "m.nstf"
+    nstf_convert.convert(IMAGES, budget=0.5, output=output, dataset="~/a.safetensors", effort="fast")
+    assert output.is_file()

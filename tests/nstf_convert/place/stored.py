@@ -19,7 +19,12 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def artifact_of(path: Path, config: dict[str, Any], bits: int = 4) -> Path:
+def artifact_of(
+    path: Path,
+    config: dict[str, Any],
+    bits: int = 4,
+    shared: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight"),
+) -> Path:
     """An artifact with random weights, all matrices in integers, groups of 128."""
     torch.manual_seed(0)
     tensors: dict[str, Any] = {}
@@ -33,6 +38,6 @@ def artifact_of(path: Path, config: dict[str, Any], bits: int = 4) -> Path:
                 Node("dense", Dense("bfloat16")), tuple(weight.shape), {"values": weight.bfloat16()}
             )
     if config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = Shared("model.embed_tokens.weight")
+        tensors[shared[0]] = Shared(shared[1])
     write_artifact(path, tensors, {"config.json": json.dumps(config).encode()})
     return path

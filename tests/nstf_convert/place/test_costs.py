@@ -52,6 +52,82 @@ def test_the_shapes_are_those_of_the_models_they_are_named_after(
     assert found.facts.kv_bytes == kv_bytes
 
 
+# By family, parameters that are stored (a tied head once), and those of the layers, in millions.
+FAMILIES = {
+    "gpt2": (124.4, 85.1), "bloom": (559.2, 302.3), "falcon": (6922, 6626), "gptj": (6051, 5638), "gpt_neo": (1316, 1209),
+    "mpt": (1311, 1208), "gpt_bigcode": (111.4, 72.0), "codegen": (6051, 5638), "bert": (110, 85.1), "roberta": (125, 85.1),
+    "gpt_neox": (20555, 19934), "opt": (125.2, 85.1), "xlm": (667, 605),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_and_tables_are_found_by_whatever_name_a_family_has_for_them(family: str) -> None:
+    """They were small tensors of every rank where the list of layers is not called `layers`, and layers cost nothing."""
+    sizes = {"hidden_size": 1024, "n_layer": 24, "n_head": 16} if family == "bloom" else {}
+    found = of_config(family, {"model_type": family} | sizes, "bf16")
+    total, layers = FAMILIES[family]
+    in_layers = sum(m.size_bytes for layer in found.layers for m in layer)
+    assert found.size_bytes / 2e6 == pytest.approx(total, rel=0.005)
+    assert in_layers / 2e6 == pytest.approx(layers, rel=0.005)
+    assert all(layer for layer in found.layers) and found.kept_bytes < 0.03 * found.size_bytes
+    assert found.table is not None and found.head is not None
+    assert found.tied is (found.table.name == found.head.name)
+
+
+def test_an_artifact_of_gpt2_costs_what_its_config_does(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 512, "n_embd": 128, "n_layer": 2,
+        "n_head": 2, "n_positions": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shared = ("lm_head.weight", "transformer.wte.weight")
+    with open_artifact(artifact_of(tmp_path / "m.nstf", config, shared=shared)) as artifact:
+        stored, planned = of_artifact(artifact), of_config("m", config, "int4")
+    assert stored.size_bytes == planned.size_bytes and stored.tied and planned.tied
+    assert [sorted(m.key for m in x) for x in stored.layers] == [
+        sorted(m.key for m in x) for x in planned.layers
+    ]
+    assert len(stored.layers[1]) == 4
+
+
+def test_a_whole_gpt2_is_read_for_a_token() -> None:
+    config = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25}
+    model = of_config("xl", config, "bf16")
+    predictor = Predictor(model, Fabric(read_machine("h100x8")), Load(batch=1, context=512))
+    found = predictor.predict(Plan(Layout(), (Stage(((0,),), 0, 48),)))
+    assert found.step_s > model.size_bytes / 3.35e12 and found.prompt_s > model.size_bytes / 3.35e12
+
+
+def test_a_table_that_is_not_cut_is_whole_on_every_rank() -> None:
+    """transformers' plan of GPT-NeoX says nothing of its table, so `load(tensor_parallel=2)` does not cut it."""
+    config = {"model_type": "gpt_neox", "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8}
+    model = of_config("neox", config, "bf16")
+    assert model.table is not None and model.table.axis is None
+    predictor = Predictor(model, Fabric(read_machine("h100x8")), Load())
+    assert predictor.fixed_bytes(0, Layout(2, 2)) > model.table.size_bytes
+
+
+@pytest.mark.parametrize("family", ["whisper", "bart", "t5", "vision-encoder-decoder"])
+def test_an_encoder_with_a_decoder_is_refused(family: str) -> None:
+    """Of some the decoder alone was counted."""
+    config: dict[str, object] = {"model_type": family, "is_encoder_decoder": True}
+    if family == "vision-encoder-decoder":
+        config |= {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}
+    with pytest.raises(UnsupportedError, match=f"type '{family}' has an encoder and a decoder"):
+        of_config("x", config, "int4")
+
+
+def test_layers_that_are_not_found_are_refused() -> None:
+    """HRM goes through its layers many times for a token: its config counts the times."""
+    with pytest.raises(UnsupportedError, match="no list of 128 layers is among the tensors"):
+        of_config("x", {"model_type": "hrm_text"}, "int4")
+
+
+def test_a_member_of_the_list_can_be_two_layers() -> None:
+    """LongCat: what each reads is at every second layer, so that stages divide it evenly."""
+    found = of_config("x", {"model_type": "longcat_flash"}, "int4")
+    assert [bool(layer) for layer in found.layers] == [True, False] * 28
+
+
 def test_a_window_without_kinds_of_layers_is_that_of_all() -> None:
     config = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
     assert of_config("m", config, "int4").facts.windows == (32, 32)
