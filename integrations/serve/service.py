@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf.integrations.serve.errors import wrong
+from nstf.integrations.serve.errors import ApiError, wrong
 from nstf.integrations.serve.grammar import Grammars
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, Piece
@@ -125,7 +125,11 @@ class Service:
             return Scheduler(name, steps, o.parallel, o.queue, self.metrics, False, o.prefix_reuse)
         from nstf.integrations.serve.modules import ModulesBackend
 
-        return ModulesBackend(model, o.queue, self.metrics)
+        try:
+            sample = self.prompts.text("Good morning to all of you.")
+        except ApiError:
+            sample = []  # whoever sends such a text is told
+        return ModulesBackend(model, o.queue, self.metrics, sample)
 
     def _only_the_engine(self) -> None:
         """Raises UsageError for options that nothing but the CPU engine has."""
