@@ -240,6 +240,24 @@ def test_a_model_that_writes_no_text_after_a_text_is_refused(
         list(nstf.runtime.stream(tiny.new_model(name), loaded[1], "w5 w7", 3))
 
 
+def test_what_a_model_prints_is_not_on_stdout(
+    loaded: tuple[Any, Any],
+    tiny: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Reformer warns of arguments there, for each token."""
+    name = "ReformerModelWithLMHead"
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16}
+    axes = {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 8], "max_position_embeddings": 32}
+    more = {"feed_forward_size": 32, "attn_layers": ["local"], "num_hidden_layers": 1, "is_decoder": True}
+    monkeypatch.setitem(tiny.MODELS, name, ("ReformerConfig", {**sizes, **axes, **more, "eos_token_id": 2}))
+    model = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model(name), tokenizer_files()))
+    assert "".join(nstf.runtime.stream(model, loaded[1], "w5 w7", 3))
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
