@@ -14,21 +14,20 @@ from nstf.integrations.serve.errors import wrong
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer
 from nstf.runtime.generate import answers_apart, check_writes_text, of_the_model, stated_context, too_long
+from nstf.runtime.token_sampler import WORDING
 
 _log = logging.getLogger("nstf")
 
 
 # Settings of a file without which its model writes another text: the tokens that an answer begins with, and those that no
-# answer may have.
+# answer may have, on the CPU engine neither.
 _OF_THE_MODEL = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
     "decoder_start_token_id",
     "forced_bos_token_id",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
+    *WORDING,
 )
 _NO_BOUND = 1 << 30  # tokens of a model that states no context
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from nstf.errors import UnsupportedError, UsageError
+from nstf.integrations.serve.output import Piece
+from nstf.integrations.serve.protocol import parse
 from nstf.integrations.serve.service import ServeOptions, Service
-from tests.integrations.serve.conftest import MODEL, Served, until
+from tests.integrations.serve.conftest import MODEL, Served, until, write_sample
 
 
 @pytest.fixture
@@ -170,6 +173,47 @@ def test_an_answer_ends_with_the_models_positions(
     status, found = server.json("/v1/completions", body)
     assert status == 200 and found["choices"][0]["finish_reason"] == "length"
     assert found["usage"]["completion_tokens"] == 16
+
+
+WORDINGS: dict[str, Callable[[list[int]], Any]] = {
+    "suppress_tokens": lambda text: text[:1],
+    "begin_suppress_tokens": lambda text: text[:1],
+    "bad_words_ids": lambda text: [text[:2]],
+    "sequence_bias": lambda text: [[text[1:3], -100.0]],
+    "no_repeat_ngram_size": lambda text: 1,
+}
+
+
+@pytest.mark.parametrize("setting", WORDINGS)
+def test_what_a_file_lets_no_text_contain_holds_by_the_engine_and_by_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    from nstf.runtime.engine import Engine
+
+    def no_engine(*_: object, **__: object) -> None:
+        raise UnsupportedError("not this one")
+
+    body = {"prompt": "Good morrow, my lord", "max_tokens": 8, "temperature": 0}
+
+    def made(path: Path) -> list[int]:
+        service = Service(path, ServeOptions(name="x", exact=True))
+        pieces: Queue[Piece] = Queue()
+        try:
+            answer = service.begin(parse(json.dumps(body).encode(), False, "x"), pieces.put)
+            while (piece := pieces.get(timeout=60)).reason is None:
+                pass
+            assert piece.reason != "error"
+        finally:
+            service.close()
+        return answer.tokens
+
+    usual = made(write_sample(tmp_path / "usual.nstf"))
+    path = write_sample(tmp_path / "own.nstf", generation={setting: WORDINGS[setting](usual)})
+    by_engine = made(path)
+    assert by_engine != usual
+    monkeypatch.setattr(Engine, "open", no_engine)
+    monkeypatch.setattr("nstf.runtime.graph_batch.GraphBatch.__init__", no_engine)
+    assert made(path) == by_engine
 
 
 @pytest.mark.parametrize(
