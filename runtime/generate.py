@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nstf.errors import NstfError, UnsupportedError, UsageError, out_of_memory
+from nstf.errors import NstfError, UnsupportedError, UsageError, no_row, out_of_memory
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
 from nstf.runtime.tokenizing import Decoder, apply_template, check_length, encode
@@ -60,8 +60,7 @@ def stream(
         min_p or 0.0,
         1.0 if repetition_penalty is None else repetition_penalty,
     ).temperature  # checked, and 0 where it is so near that logits would have no bounds
-    if not getattr(model, "can_generate", lambda: False)():
-        raise UnsupportedError(f"{type(model).__name__} does not generate text")
+    check_writes_text(model)
     with usual_thread():  # a tokenizer makes its ids on the process's default device
         inputs = _inputs(tokenizer, prompt, chat, stated_context(model)).to(model.device)
     _warn_beyond_context(model, inputs.shape[-1], max_new_tokens)
@@ -113,6 +112,22 @@ def stream(
         if (said := of_the_model(error, model)) is not error:
             raise said from error
         raise error
+
+
+def check_writes_text(model: Any) -> None:
+    """Raises UnsupportedError for a model that writes no text after a text: one that generates nothing, hears or sees
+    instead of reading, or writes codes of sound side by side."""
+    kind = type(model).__name__
+    if not getattr(model, "can_generate", lambda: False)():
+        raise UnsupportedError(f"{kind} does not generate text")
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise UnsupportedError(
+            f"{kind} does not continue a text: it reads {reads}; give them to `generate` of a model that "
+            "nstf.runtime.load loads"
+        )
+    if isinstance(getattr(model, "get_output_embeddings", lambda: None)(), torch.nn.ModuleList):
+        raise UnsupportedError(f"{kind} does not generate text: each step writes several codes of a sound")
 
 
 # How configs name the tokens that a text, or a prompt, may have: most; LED; MPT.
@@ -188,9 +203,9 @@ def too_long(error: BaseException, model: Any, prompt_tokens: int, tokens: int) 
 
 def of_the_model(error: BaseException, model: Any) -> BaseException:
     """What to say where transformers cannot run a model that it could build: parts of its config contradict each other, or
-    it names no token to begin an answer with. Errors of ours, of memory and of the system as they are, and those of a rank,
-    which may follow from another rank's end."""
-    kept = isinstance(error, (NstfError, OSError, MemoryError, IndexError, torch.OutOfMemoryError))
+    it names no token to begin an answer with. Errors of ours, of memory and of the system as they are, of a token beyond the
+    vocabulary, where the tokenizer is to blame, and those of a rank, which may follow from another rank's end."""
+    kept = isinstance(error, (NstfError, OSError, MemoryError, torch.OutOfMemoryError)) or no_row(error)
     if kept or not isinstance(error, Exception) or out_of_memory(error):
         return error
     if getattr(model, "nstf_ranks", None) is not None:

@@ -7,7 +7,9 @@ anything writes to it. A `torch.empty` that nobody touches costs address space, 
 near zero for any model.
 """
 
+import logging
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +35,8 @@ _IGNORED_KEYS = frozenset(
 _LABELS = ("id2label", "label2id")
 _MAX_DEPTH = 16
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+
+_log = logging.getLogger("nstf")
 
 # What building changes is the process's, PyTorch's own functions among it: threads take turns.
 _BUILDING = threading.RLock()
@@ -75,6 +79,7 @@ def build_skeleton(
             small_buffers(limits),
             torch.no_grad(),
         ):
+            _keep_off_stdout(model_class)
             with no_hub_kernels():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
@@ -266,6 +271,16 @@ def parameters_on_meta(limits: Limits | None) -> Iterator[None]:
             yield
         finally:
             nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _keep_off_stdout(model_class: type) -> None:
+    """What a model prints goes to the log: Reformer says for each token which of `generate`'s own arguments it has no use
+    for, in the middle of the text that a command writes to stdout."""
+
+    def log(*said: object, **_: Any) -> None:
+        _log.debug("%s: %s", model_class.__name__, " ".join(map(str, said)))
+
+    setattr(sys.modules[model_class.__module__], "print", log)  # noqa: B010
 
 
 @contextmanager

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from ctypes import c_float
 
 from nstf.errors import UsageError
 from nstf.kernels.cpu import AVAILABLE, ext
 from nstf.kernels.records import frozen
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def available() -> bool:
@@ -103,6 +108,72 @@ class TokenSampler:
             self._known.add(token)
             self._seen.append(token)
         return token
+
+
+# The settings of a generation_config.json that say what a text must not contain, or seldom.
+WORDING = (
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "no_repeat_ngram_size",
+)
+
+
+@frozen
+class Wording:
+    """What a file lets no text contain, as transformers' processors of WORDING have it.
+
+    never: tokens; not_first: tokens that no answer begins with; biases: (tokens, what is added to the score of the last one
+    where a text ends with the others); banned: such tokens that never follow; ngram: so many tokens occur once, 0 for off.
+    """
+
+    never: tuple[int, ...] = ()
+    not_first: tuple[int, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
+    biases: tuple[tuple[tuple[int, ...], float], ...] = ()
+    ngram: int = 0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], vocab: int) -> Wording:
+        """settings: as `check_generation` gives them. What lies beyond the vocabulary says nothing."""
+
+        def known(tokens: Sequence[int]) -> bool:
+            return all(0 <= t < vocab for t in tokens)
+
+        never, first = (tuple(t for t in settings.get(key, ()) if known([t])) for key in WORDING[:2])
+        return cls(
+            never, first,
+            tuple(tuple(word) for word in settings.get("bad_words_ids", ()) if known(word)),
+            tuple({tuple(word): bias for word, bias in settings.get("sequence_bias", ()) if known(word)}.items()),
+            settings.get("no_repeat_ngram_size", 0),
+        )  # fmt: skip
+
+    def change(self, address: int, prompt: Sequence[int], text: Sequence[int], ends: Collection[int]) -> None:
+        """Logits, float32 at an address, in place, for what comes after prompt and text. ends: tokens that
+        are no bad words."""
+        score = c_float.from_address
+        longest = max(map(len, (*self.banned, *(word for word, _ in self.biases))), default=0)
+        tail = (*prompt[-longest:], *text[-longest:]) if longest else ()
+
+        def follows(word: tuple[int, ...]) -> bool:
+            before = word[:-1]
+            return len(before) < len(tail) and tail[len(tail) - len(before) :] == before
+
+        for word, bias in self.biases:
+            if follows(word):
+                score(address + 4 * word[-1]).value += bias
+        out = {*self.never, *(() if text else self.not_first)}
+        out.update(w[-1] for w in self.banned if follows(w) and not (len(w) == 1 and w[0] in ends))
+        if self.ngram:
+            known, n = [*prompt, *text], self.ngram
+            last = known[max(0, len(known) - n + 1) :]
+            out.update(known[i + n - 1] for i in range(len(known) - n + 1) if known[i : i + n - 1] == last)
+        for token in out:
+            score(address + 4 * token).value = -math.inf
+
+    def __bool__(self) -> bool:
+        return any((self.never, self.not_first, self.banned, self.biases, self.ngram))
 
 
 def log_shares(address: int, vocab: int, count: int, token: int) -> list[tuple[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,22 +13,21 @@ from nstf.integrations.serve.backend import Backend
 from nstf.integrations.serve.errors import wrong
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer
-from nstf.runtime.generate import answers_apart, stated_context, too_long
+from nstf.runtime.generate import answers_apart, check_writes_text, of_the_model, stated_context, too_long
+from nstf.runtime.token_sampler import WORDING
 
 _log = logging.getLogger("nstf")
 
 
 # Settings of a file without which its model writes another text: the tokens that an answer begins with, and those that no
-# answer may have.
+# answer may have, on the CPU engine neither.
 _OF_THE_MODEL = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
     "decoder_start_token_id",
     "forced_bos_token_id",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
+    *WORDING,
 )
 _NO_BOUND = 1 << 30  # tokens of a model that states no context
 
@@ -41,19 +41,40 @@ class ModulesBackend(Backend):
 
     name = "transformers modules, one request at a time"
 
-    def __init__(self, model: Any, queue: int, metrics: Metrics) -> None:
-        if not getattr(model, "can_generate", lambda: False)():
-            raise UnsupportedError(f"{type(model).__name__} does not generate text")
+    def __init__(self, model: Any, queue: int, metrics: Metrics, sample: Sequence[int] = ()) -> None:
+        """sample: tokens of a short text, which is continued before anybody asks: a model may fail at the first.
+
+        Raises UnsupportedError for a model that cannot write text.
+        """
+        check_writes_text(model)
+        weight = getattr(model.get_output_embeddings(), "weight", None)
+        if weight is None:
+            raise UnsupportedError(f"{type(model).__name__} does not generate text: it scores no tokens")
         self.model = model
         # What a request does not say is what the API says, not what the file says; ends come with each call.
         own = model.generation_config
         model.generation_config = type(own)(**{name: getattr(own, name, None) for name in _OF_THE_MODEL})
         self._apart = answers_apart(getattr(model, "config", None))
         self.context = stated_context(model) or _NO_BOUND
-        self.vocab = int(model.get_output_embeddings().weight.shape[0])
+        self.vocab = int(weight.shape[0])
+        if sample and max(sample) < self.vocab:
+            self._try_out(sample)
         self._now: Answer | None = None
         super().__init__(1, queue, metrics)
         self._thread.start()
+
+    def _try_out(self, sample: Sequence[int]) -> None:
+        """Continues a text by one token. Raises what `stream` would."""
+        try:
+            with torch.no_grad():
+                self._generate(sample, [], max_new_tokens=1, do_sample=False)
+        except Exception as error:
+            if too_long(error, self.model, len(sample), len(sample)) is not None:
+                return  # of its few positions: a shorter text may do
+            said = of_the_model(error, self.model)
+            if said is error:
+                raise
+            raise said from error
 
     def _running(self) -> int:
         return int(self._now is not None and not self._now.finished)
@@ -98,7 +119,6 @@ class ModulesBackend(Backend):
             answer.fail(str(blamed), "prompt")
 
     def _run(self, answer: Answer) -> None:
-        ids = torch.tensor([list(answer.prompt)], device=self.model.device)
         s = answer.settings
         options: dict[str, Any] = {"max_new_tokens": answer.most, "do_sample": s.temperature > 0}
         if s.temperature > 0:
@@ -114,16 +134,19 @@ class ModulesBackend(Backend):
                 torch.seed()
             else:
                 torch.manual_seed(s.seed % (1 << 64))
-            self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                streamer=_Streamer(self, answer),
-                eos_token_id=ends or None,
-                pad_token_id=ends[0] if ends else 0,
-                **options,
-            )
+            self._generate(answer.prompt, ends, streamer=_Streamer(self, answer), **options)
         if not answer.finished:
             answer.end("length")
+
+    def _generate(self, prompt: Sequence[int], ends: list[int], **options: Any) -> None:
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            **options,
+        )
 
 
 class _Streamer:

@@ -19,7 +19,7 @@ from nstf.integrations.serve.grammar import TooComplex
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, TokenScore
 from nstf.runtime.engine_batch import Part, Steps
-from nstf.runtime.token_sampler import TokenSampler, log_shares
+from nstf.runtime.token_sampler import TokenSampler, Wording, log_shares
 
 _log = logging.getLogger("nstf")
 
@@ -53,13 +53,16 @@ class Scheduler(Backend):
         metrics: Metrics,
         reproducible: bool = False,
         prefix_reuse: bool = True,
+        wording: Wording | None = None,
     ) -> None:
+        """wording: what the file lets no answer contain."""
         self.name = name
         self.context, self.vocab = batch.context, batch.vocab
         self._batch = batch
         self._slots = [_Slot(i) for i in range(parallel)]
         self._reproducible = reproducible
         self._reuse = prefix_reuse
+        self._wording = wording or Wording()
         self._clock = 0
         self._due = 0  # tokens of prompts that steps beside answers would have taken, had they been cut
         super().__init__(parallel, queue, metrics)
@@ -229,6 +232,8 @@ class Scheduler(Backend):
             # Kept before the sampler changes them: OpenAI's numbers are of the model's own distribution.
             kept = _copied(address, self.vocab) if answer.logprobs is not None else None
             allowed = answer.grammar.allowed() if answer.grammar is not None else 0
+            if self._wording and answer.grammar is None:  # a grammar could be left without a token
+                self._wording.change(address, answer.prompt, answer.tokens, answer.stop_tokens)
             token = sampler.choose(address, self.vocab, allowed)
             if math.isnan(c_float.from_address(address + 4 * token).value):
                 raise NstfError(_NO_NUMBERS)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf.integrations.serve.errors import wrong
+from nstf.integrations.serve.errors import ApiError, wrong
 from nstf.integrations.serve.grammar import Grammars
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, Piece
 from nstf.integrations.serve.prompts import Prompts
 from nstf.integrations.serve.protocol import Request
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.artifact.generation import check_generation
+from nstf.runtime.token_sampler import WORDING, Wording
 
 if TYPE_CHECKING:
     from nstf.integrations.serve.backend import Backend
@@ -50,6 +52,15 @@ def _characters(part: Any) -> int:
         content = part.get("content")
         return len(content) if isinstance(content, str) else 0
     return len(part)
+
+
+def _wording(artifact: Artifact, vocab: int) -> Wording:
+    """What the file's own settings let no text contain. Raises CorruptError for values of another form."""
+    source = "generation_config.json"
+    stated = artifact.object(source) if source in artifact.file_names() else {}
+    return Wording.of(
+        check_generation({k: v for k, v in stated.items() if k in WORDING}, artifact.where), vocab
+    )
 
 
 class Service:
@@ -89,8 +100,9 @@ class Service:
                 engine.threads = o.threads
                 batch = Batch(engine, o.parallel, o.reproducible)
                 return Scheduler(
-                    "CPU engine", batch, o.parallel, o.queue, self.metrics, o.reproducible, o.prefix_reuse
-                )
+                    "CPU engine", batch, o.parallel, o.queue, self.metrics, o.reproducible, o.prefix_reuse,
+                    _wording(artifact, batch.vocab),
+                )  # fmt: skip
         self._only_the_engine()
         import torch
 
@@ -122,10 +134,15 @@ class Service:
             self.note = self.note or str(error)
         else:
             name = "captured decoder" if o.device != "cpu" else "decoder without graphs"
-            return Scheduler(name, steps, o.parallel, o.queue, self.metrics, False, o.prefix_reuse)
+            wording = _wording(artifact, steps.vocab)
+            return Scheduler(name, steps, o.parallel, o.queue, self.metrics, False, o.prefix_reuse, wording)
         from nstf.integrations.serve.modules import ModulesBackend
 
-        return ModulesBackend(model, o.queue, self.metrics)
+        try:
+            sample = self.prompts.text("Good morning to all of you.")
+        except ApiError:
+            sample = []  # whoever sends such a text is told
+        return ModulesBackend(model, o.queue, self.metrics, sample)
 
     def _only_the_engine(self) -> None:
         """Raises UsageError for options that nothing but the CPU engine has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-from nstf.errors import NstfError, UnsupportedError, UsageError, no_place
+from nstf.errors import NstfError, UnsupportedError, UsageError, no_place, no_row
 from nstf_convert.cli import SUMMARIES
 from nstf_convert.cli.output import clean
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 RESUMABLE = ("calibrate", "plan", "convert")
 # Commands whose tokens are a tokenizer's.
-OF_TEXT = ("generate", "chat", "eval", "calibrate", "convert")
+OF_TEXT = ("generate", "chat", "serve", "eval", "calibrate", "convert")
 # What takes less memory in the other commands.
 _LESS_MEMORY = {
     "eval": "a shorter --seq-len",
@@ -28,8 +28,6 @@ _LESS_MEMORY = {
 }
 # What torch and Python say where memory ends, in errors of other classes.
 _NO_MEMORY = r"can(no|')t allocate memory|can't start new thread|std::bad_alloc|failed to map segment"
-# What torch says on the CPU of a token beyond an embedding.
-_NO_ROW = "index out of range in self"
 
 
 def explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
@@ -52,7 +50,7 @@ def explain(error: BaseException, words: Sequence[str]) -> tuple[int, str]:
         return UsageError.exit_code, "the current folder was removed: change to one that is there"
     if isinstance(error, OSError):
         return (UsageError.exit_code if no_place(error) else 1), _os_error(error)
-    if isinstance(error, IndexError) and str(error) == _NO_ROW and any(w in OF_TEXT for w in words[:1]):
+    if no_row(error) and any(w in OF_TEXT for w in words[:1]):
         return UnsupportedError.exit_code, (
             f"{clean(error)}: perhaps the tokenizer makes tokens beyond the model's vocabulary; fetch both again"
         )

@@ -70,6 +70,7 @@ def place(
         raise UsageError("--save-machine keeps what --measure finds: add --measure")
     if save_machine is not None:
         keep_inputs(save_machine, [model], "--save-machine")
+        keep_others(save_machine)
     from nstf_convert.place.export import to_json
     from nstf_convert.place.fabric import Fabric
     from nstf_convert.place.machine import read_machine
@@ -92,6 +93,15 @@ def place(
         print_json(data)
         return
     show(data, found, chosen, [row_of(p, chosen) for p in result.predictions[:top]])
+
+
+def keep_others(path: Path) -> None:
+    """Raises UsageError where a file that is no machine's lies at `path`: a model's config.json, say."""
+    from nstf_convert.checkpoint.paths import exists
+    from nstf_convert.place.machine import is_machine
+
+    if exists(path) and path.is_file() and not is_machine(path):
+        raise UsageError(f"--save-machine {path}: there is a file that is no machine's: give another name")
 
 
 def read_model(path: Path, encoding: str | None, kv_bits: float, stack: ExitStack) -> "Model":

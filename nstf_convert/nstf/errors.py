@@ -41,6 +41,11 @@ def out_of_memory(error: BaseException) -> bool:
     return found or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
+def no_row(error: BaseException) -> bool:
+    """Whether it is what torch says on the CPU of a token beyond an embedding."""
+    return isinstance(error, IndexError) and str(error) == "index out of range in self"
+
+
 # A path at which nothing can lie: too long a name, a file for a folder, links in a circle.
 _NO_PLACE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 

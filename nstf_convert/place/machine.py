@@ -171,6 +171,16 @@ def read_machine(name: str) -> Machine:
     return from_json(found, str(path))
 
 
+def is_machine(path: Path) -> bool:
+    """Whether a file is a machine's, of this version or another, or empty. Raises UsageError where it cannot be read."""
+    raw = read_given(path, MOST_BYTES, "the machine file")
+    try:
+        found = json.loads(raw.decode("utf-8")) if raw else {"nstf_machine": VERSION}
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "nstf_machine" in found
+
+
 def from_json(data: Any, where: str = "machine") -> Machine:
     """The machine that parsed JSON describes. Raises UsageError that names the entry."""
     if not isinstance(data, Mapping) or data.get("nstf_machine") != VERSION:

@@ -197,6 +197,87 @@ def test_wrong_requests_are_refused(loaded: tuple[Any, Any], tiny: ModuleType) -
         list(nstf.runtime.stream(tiny.new_model("BertModel"), tokenizer, "w5"))
 
 
+SIDES = {
+    f"{side}_{key}": n
+    for side in ("encoder", "decoder")
+    for key, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+}
+# Models whose `generate` begins with something else than a text, or writes something else.
+NO_TEXT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "WhisperForConditionalGeneration": (
+        "WhisperConfig",
+        {"d_model": 32, "max_source_positions": 50, "begin_suppress_tokens": None, **SIDES},
+        "does not continue a text: it reads input_features",
+    ),
+    "Speech2TextForConditionalGeneration": (
+        "Speech2TextConfig", {"d_model": 32, **SIDES}, "does not continue a text: it reads input_features",
+    ),
+    "BlipForConditionalGeneration": (
+        "BlipConfig",
+        {side: {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **more}
+         for side, more in (("text_config", {"vocab_size": 100, "encoder_hidden_size": 32}),
+                            ("vision_config", {"image_size": 32, "patch_size": 8}))},
+        "does not continue a text: it reads pixel_values",
+    ),
+    "MusicgenForCausalLM": (
+        "MusicgenDecoderConfig",
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "num_codebooks": 2},
+        "each step writes several codes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_a_model_that_writes_no_text_after_a_text_is_refused(
+    loaded: tuple[Any, Any], tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config, stated, message = NO_TEXT[name]
+    sizes = (
+        {} if "Blip" in name else {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    )
+    monkeypatch.setitem(tiny.MODELS, name, (config, {**stated, **sizes}))
+    with pytest.raises(UnsupportedError, match=f"{name} .*{message}"):
+        list(nstf.runtime.stream(tiny.new_model(name), loaded[1], "w5 w7", 3))
+
+
+def test_what_a_model_prints_is_not_on_stdout(
+    loaded: tuple[Any, Any],
+    tiny: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Reformer warns of arguments there, for each token."""
+    name = "ReformerModelWithLMHead"
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16}
+    axes = {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 8], "max_position_embeddings": 32}
+    more = {"feed_forward_size": 32, "attn_layers": ["local"], "num_hidden_layers": 1, "is_decoder": True}
+    monkeypatch.setitem(tiny.MODELS, name, ("ReformerConfig", {**sizes, **axes, **more, "eos_token_id": 2}))
+    model = nstf.runtime.load(tiny.write(tmp_path, tiny.new_model(name), tokenizer_files()))
+    assert "".join(nstf.runtime.stream(model, loaded[1], "w5 w7", 3))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("too many indices for tensor of dimension 2", UnsupportedError),
+        ("index out of range in self", IndexError),
+    ],
+)
+def test_an_index_error_is_the_tokenizers_only_where_a_token_has_no_row(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]
+) -> None:
+    model, tokenizer = loaded
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise IndexError(said)
+
+    monkeypatch.setattr(model, "generate", fail)
+    with pytest.raises(kind, match=said):
+        list(nstf.runtime.stream(model, tokenizer, "w5"))
+
+
 def test_a_temperature_next_to_zero_is_zero(loaded: tuple[Any, Any]) -> None:
     """Logits that are divided by it would be infinities, of which no token can be drawn."""
     texts = ["".join(nstf.runtime.stream(*loaded, "w5 w7", 5, temperature=t)) for t in (0.0, 1e-40)]

@@ -9,7 +9,7 @@ import torch
 
 from nstf.errors import UsageError
 from nstf.kernels.cpu.engine_matrix import available
-from nstf.runtime.token_sampler import Settings, TokenSampler, log_shares
+from nstf.runtime.token_sampler import Settings, TokenSampler, Wording, log_shares
 
 pytestmark = pytest.mark.skipif(not available(), reason="the extension was not built")
 
@@ -122,3 +122,34 @@ def test_logarithms_of_probabilities_are_those_of_torch() -> None:
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(UsageError, match=f"{name} is .*must be"):
         Settings(**{name: value})
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
+def test_wording_is_that_of_transformers(size: int) -> None:
+    import transformers as t
+
+    prompt, text, end = [5, 6, 7, 5, 6], [7, 5, 6], 3
+    settings: dict[str, Any] = {
+        "suppress_tokens": [1, 19, 40, -1],
+        "begin_suppress_tokens": [2],
+        "bad_words_ids": [[end], [4], [6, 8], [8, 9], [5, 6, 10], [6, 40]],
+        "sequence_bias": [[[11], 2.5], [[6, 12], -3.0], [[9, 13], 9.0], [[5, 6, 4], 1.0], [[11], 1.5]],
+        "no_repeat_ngram_size": size,
+    }
+    wording = Wording.of(settings, 20)
+    assert wording and not Wording.of({}, 20)
+    for made in ([], text, text[:1]):
+        logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
+        ids, expected = torch.tensor([prompt + made]), logits[None].clone()
+        steps: list[Any] = [
+            t.SequenceBiasLogitsProcessor(settings["sequence_bias"]),
+            t.NoBadWordsLogitsProcessor(settings["bad_words_ids"][:-1], eos_token_id=[end]),
+            t.SuppressTokensLogitsProcessor([1, 19]),
+            t.SuppressTokensAtBeginLogitsProcessor([2], len(prompt)),
+            *([t.NoRepeatNGramLogitsProcessor(size)] if size else []),
+        ]
+        for step in steps:
+            expected = step(ids, expected)
+        values = array("f", logits.tolist())
+        wording.change(values.buffer_info()[0], prompt, made, {end})
+        assert torch.equal(torch.tensor(values), expected[0])

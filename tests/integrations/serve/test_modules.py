@@ -3,13 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.serve.conftest import MODEL, Served, until
+from nstf.errors import UnsupportedError, UsageError
+from nstf.integrations.serve.output import Piece
+from nstf.integrations.serve.protocol import parse
+from nstf.integrations.serve.service import ServeOptions, Service
+from tests.integrations.serve.conftest import MODEL, Served, until, write_sample
 
 
 @pytest.fixture
@@ -73,9 +78,6 @@ def test_what_it_does_not_do_is_refused_and_a_client_may_leave(
 
 
 def test_reproducible_needs_the_engine(gpt2: Path) -> None:
-    from nstf.errors import UsageError
-    from nstf.integrations.serve.service import ServeOptions, Service
-
     options: dict[str, Any] = {"name": "x", "reproducible": True}
     with pytest.raises(UsageError, match="`reproducible` is for models that the CPU engine runs"):
         Service(gpt2, ServeOptions(**options))
@@ -103,6 +105,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "T5Config",
         {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0,
          "vocab_size": 1000},
+    ),
+    "MusicgenForCausalLM": (
+        "MusicgenDecoderConfig",
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "num_codebooks": 2, **TOKENS},
+    ),
+    "SpeechT5ForTextToSpeech": (
+        "SpeechT5Config",
+        {"hidden_size": 32, "speech_decoder_postnet_units": 32, "speech_decoder_prenet_units": 32, **SIDES, **TOKENS},
+    ),
+    "WhisperForConditionalGeneration": (
+        "WhisperConfig",
+        {"d_model": 32, "max_source_positions": 50, "begin_suppress_tokens": None, "decoder_start_token_id": 7, **SIDES,
+         **TOKENS},
     ),
     "XLNetLMHeadModel": ("XLNetConfig", {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32, **TOKENS}),
 }  # fmt: skip
@@ -158,3 +173,70 @@ def test_an_answer_ends_with_the_models_positions(
     status, found = server.json("/v1/completions", body)
     assert status == 200 and found["choices"][0]["finish_reason"] == "length"
     assert found["usage"]["completion_tokens"] == 16
+
+
+WORDINGS: dict[str, Callable[[list[int]], Any]] = {
+    "suppress_tokens": lambda text: text[:1],
+    "begin_suppress_tokens": lambda text: text[:1],
+    "bad_words_ids": lambda text: [text[:2]],
+    "sequence_bias": lambda text: [[text[1:3], -100.0]],
+    "no_repeat_ngram_size": lambda text: 1,
+}
+
+
+@pytest.mark.parametrize("setting", WORDINGS)
+def test_what_a_file_lets_no_text_contain_holds_by_the_engine_and_by_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    from nstf.runtime.engine import Engine
+
+    def no_engine(*_: object, **__: object) -> None:
+        raise UnsupportedError("not this one")
+
+    body = {"prompt": "Good morrow, my lord", "max_tokens": 8, "temperature": 0}
+
+    def made(path: Path) -> list[int]:
+        service = Service(path, ServeOptions(name="x", exact=True))
+        pieces: Queue[Piece] = Queue()
+        try:
+            answer = service.begin(parse(json.dumps(body).encode(), False, "x"), pieces.put)
+            while (piece := pieces.get(timeout=60)).reason is None:
+                pass
+            assert piece.reason != "error"
+        finally:
+            service.close()
+        return answer.tokens
+
+    usual = made(write_sample(tmp_path / "usual.nstf"))
+    path = write_sample(tmp_path / "own.nstf", generation={setting: WORDINGS[setting](usual)})
+    by_engine = made(path)
+    assert by_engine != usual
+    monkeypatch.setattr(Engine, "open", no_engine)
+    monkeypatch.setattr("nstf.runtime.graph_batch.GraphBatch.__init__", no_engine)
+    assert made(path) == by_engine
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("WhisperForConditionalGeneration", "does not continue a text: it reads input_features"),
+        ("MusicgenForCausalLM", "each step writes several codes of a sound"),
+        ("SpeechT5ForTextToSpeech", "does not generate text: it scores no tokens"),
+    ],
+)
+def test_a_model_that_writes_no_text_is_not_served(
+    other: Callable[[str], Path], name: str, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} .*{message}"):
+        Service(other(name), ServeOptions(name="x"))
+
+
+def test_a_model_that_cannot_begin_an_answer_is_not_served(
+    other: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T5 without a first token is built all the same; that is found out before anybody asks."""
+    name = "T5ForConditionalGeneration"
+    config, stated = OTHERS[name]
+    monkeypatch.setitem(OTHERS, name, (config, stated | {"decoder_start_token_id": None}))
+    with pytest.raises(UnsupportedError, match="`decoder_start_token_id` or `bos_token_id` has to be"):
+        Service(other(name), ServeOptions(name="x"))

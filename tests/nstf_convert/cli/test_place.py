@@ -96,9 +96,21 @@ def test_where_the_machine_cannot_be_kept_nothing_is_measured(
         result = nstf("place", model, "--measure", "--save-machine", path)
         assert result.code == 2 and message in result.err and len(result.err.splitlines()) == 1
     kept = tmp_path / "m.json"
-    kept.write_text("older")
+    older = json.dumps({"nstf_machine": 1, "name": "older"})
+    kept.write_text(older)
     assert "it was measured" in nstf("place", model, "--measure", "--save-machine", kept).err
-    assert kept.read_text() == "older" and [p.name for p in tmp_path.iterdir()] == ["m.json"]
+    assert kept.read_text() == older and [p.name for p in tmp_path.iterdir()] == ["m.json"]
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "llama"}', "notes", "[" * 100_000])
+def test_a_machine_takes_no_other_files_place(
+    nstf: Callable[..., Any], model: Path, tmp_path: Path, text: str
+) -> None:
+    other = tmp_path / "config.json"
+    other.write_text(text)
+    result = nstf("place", model, "--measure", "--save-machine", other)
+    assert result.code == 2 and "there is a file that is no machine's" in result.err
+    assert len(result.err.splitlines()) == 1 and other.read_text() == text
 
 
 @pytest.mark.parametrize(
