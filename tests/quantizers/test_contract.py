@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nstf import quantizers
 from nstf.kernels.formats import (
     EncodedTensor,
     check,
@@ -89,6 +90,26 @@ def test_row_chunks_do_not_change_the_result(case, weight, stats, monkeypatch):
     whole = module.encode(weight, params, stats)
     monkeypatch.setattr(matrix, "CHUNK", 7 * weight.shape[1])
     assert same(whole, module.encode(weight, params, stats))
+
+
+def test_scratch_says_how_many_rows_are_rounded_at_a_time(case, weight, stats, monkeypatch):
+    module, params = case
+    if not getattr(module, "BY_ROWS", False):
+        pytest.skip("encodes whole matrices, or has parts of its own")
+    params = dataclasses.replace(params, rounding="ldlq")
+    rows, cols = math.prod(weight.shape[: params.lead]), math.prod(weight.shape[params.lead :])
+    monkeypatch.setattr(matrix, "CHUNK", 7 * cols)
+    found, real = [], matrix.round_matrix
+
+    def rounded(part, *given):
+        found.append(len(part))
+        return real(part, *given)
+
+    monkeypatch.setattr(matrix, "round_matrix", rounded)
+    name = module.__name__.rpartition(".")[2]
+    whole = quantizers.encode_many([(name, weight, params, stats)], matrix.SCRATCH_BYTES * rows * cols)[0]
+    assert found == [rows]
+    assert same(whole, module.encode(weight, params, stats)) and sum(found) == 2 * rows and found[1] == 7
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (5, 33), (2, 129), (17, 8)])

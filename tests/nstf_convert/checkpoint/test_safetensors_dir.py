@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf_convert.checkpoint import Checkpoint, open_checkpoint, paths
+from nstf_convert.checkpoint import Checkpoint, base, memory, open_checkpoint, paths
 
 Make = Callable[..., Path]
 
@@ -115,6 +115,21 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float, dtyp
         with pytest.raises(
             CorruptError, match=r"x\.safetensors: tensor 'bad' has 2 NaN or infinite values of 32"
         ):
+            checkpoint.get("bad")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_weight_that_is_read_for_a_gpu_is_looked_through_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setitem(base.PIECE_VALUES, "cuda", 10)
+    weight = torch.ones(4, 8)
+    weight[1, 2] = weight[3, 0] = float("nan")
+    save_file({"good": torch.ones(3, 9).to(dtype), "bad": weight.to(dtype)}, tmp_path / "x.safetensors")
+    with open_checkpoint(tmp_path / "x.safetensors") as checkpoint, memory.for_gpu(torch.device("cuda")):
+        assert checkpoint.get("good").is_pinned()
+        with pytest.raises(CorruptError, match="tensor 'bad' has 2 NaN or infinite values of 32"):
             checkpoint.get("bad")
 
 
