@@ -305,7 +305,7 @@ def _facts(text: Any, stored: Mapping[str, tuple[Node, Shape]], kv_bits: float) 
         prompt = 2.0 * heads * (int(text.qk_nope_head_dim) + rope + int(text.v_head_dim))
         flops = prompt, 2.0 * heads * (2 * latent + rope)
     else:
-        kv_ranks = int(getattr(text, "num_key_value_heads", None) or heads)
+        kv_ranks = _kv_heads(text, heads)
         kv_values, flops = 2 * kv_ranks * head_size, (4.0 * heads * head_size,) * 2
     stacks = [shape for n, (_, shape) in stored.items() if len(shape) == 3 and "expert" in n]
     active = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
@@ -314,6 +314,15 @@ def _facts(text: Any, stored: Mapping[str, tuple[Node, Shape]], kv_bits: float) 
         int(hidden), heads, int(text.vocab_size), kv_values * kv_bits / 8, kv_ranks, flops, windows, experts,
         min(experts, int(active or experts)),
     )  # fmt: skip
+
+
+def _kv_heads(text: Any, heads: int) -> int:
+    """Heads of keys and values. Falcon calls them otherwise, and means one where it does not state its newer layers."""
+    if stated := getattr(text, "num_key_value_heads", None):
+        return int(stated)
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    return int(getattr(text, "num_kv_heads", None) or heads)
 
 
 def _first_problem(

@@ -74,6 +74,23 @@ def test_layers_and_tables_are_found_by_whatever_name_a_family_has_for_them(fami
     assert found.tied is (found.table.name == found.head.name)
 
 
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"model_type": "falcon"}, 1), ({"model_type": "falcon", "multi_query": False}, 71),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "num_attention_heads": 64, "hidden_size": 4096,
+          "num_kv_heads": 8}, 8),
+        ({"model_type": "gpt_bigcode"}, 1), ({"model_type": "gpt2"}, 12),
+    ],
+)  # fmt: skip
+def test_keys_and_values_are_those_of_the_heads_that_are_stored(
+    config: dict[str, object], heads: int
+) -> None:
+    """Falcon 7B has one, and 71 were counted."""
+    facts = of_config("m", config | {"num_hidden_layers": 2}, "bf16").facts
+    assert facts.kv_ranks == heads and facts.kv_bytes == 2 * heads * 64 * 2
+
+
 def test_an_artifact_of_gpt2_costs_what_its_config_does(tmp_path: Path) -> None:
     config = {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 512, "n_embd": 128, "n_layer": 2,
