@@ -13,7 +13,7 @@ from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
-from nstf_convert.inputs import check_still_free, keep_inputs
+from nstf_convert.inputs import check_place, check_still_free, keep_inputs
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
@@ -199,10 +199,13 @@ def _measure_speed(run: Run, report: dict[str, Any]) -> None:
 
 def _check_output(options: ConvertOptions) -> None:
     keep_inputs(options.output, [options.model, *options.datasets, options.calibration])
+    if options.output.is_dir():
+        raise UsageError(f"the output {options.output} is a folder: give a file in it")
     if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     if not options.output.parent.is_dir():
         raise UsageError(f"the folder {options.output.parent} does not exist: make it first")
+    check_place(options.output)
 
 
 def _check_healing(session: Session) -> None:
