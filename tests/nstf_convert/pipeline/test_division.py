@@ -13,6 +13,7 @@ from nstf.runtime.artifact import open_artifact
 from nstf.runtime.tensor_parallel import tensor_parts
 from nstf_convert.cli import run
 from nstf_convert.pipeline.allocate.division import Divisions
+from nstf_convert.pipeline.calibrate import make
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate, price
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -85,8 +86,9 @@ def test_what_dealing_out_rates_costs_is_expected() -> None:
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_work(
-    ranks: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(make, "make", lambda *_: pytest.fail("it was calibrated"))
     words = [
         "convert",
         str(SAMPLE),
