@@ -248,6 +248,10 @@ def _text_of(record: object, field: str | None, where: str) -> str:
         value = fields[name]
         if isinstance(value, str):
             return _unicode(value, where)
+        if isinstance(value, bytes):  # a column of parquet that is not marked as UTF-8
+            raise UsageError(
+                f"the dataset {where}: {name} holds bytes, of which no encoding is known; write it as a column of strings"
+            )
         turns = [_turn(t) for t in value] if isinstance(value, list) else []
         if turns and None not in turns:
             return _unicode("\n\n".join(text for texts in turns for text in texts or []), where)

@@ -105,6 +105,18 @@ def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> Non
             )
 
 
+def check_place(path: Path) -> None:
+    """Raises UsageError where no file can be put, before the work for it is done."""
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is a folder, a device or a pipe, which a file would replace: give another path"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"{path}: the folder {path.absolute().parent} cannot be written into: give another path"
+        )
+
+
 def check_still_free(output: Path, force: bool) -> None:
     """Raises NstfError where something is at `output` now that was not when the work for it began."""
     if os.path.lexists(output) and not force:

@@ -18,7 +18,7 @@ from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import before_imports
-from nstf_convert.inputs import keep_apart, keep_inputs
+from nstf_convert.inputs import check_place, keep_apart, keep_inputs
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def check_reports(reports: list[Path], output: Path, inputs: list[str], force: b
             raise UsageError(f"--report {path}: the folder {path.parent} does not exist")
         if path.exists() and not force:
             raise UsageError(f"--report {path} exists: give another name, or --force to replace it")
-        options.check_place(path)
+        check_place(path)
 
 
 def measure_roofline(artifact: Path) -> dict[str, Any] | None:

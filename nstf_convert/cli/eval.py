@@ -14,7 +14,7 @@ from nstf_convert.cli.eval_tasks import measure_tasks, print_tasks
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import with_flags
-from nstf_convert.inputs import keep_inputs
+from nstf_convert.inputs import check_place, keep_inputs
 
 if TYPE_CHECKING:
     from nstf_convert.gates.evaluate import Check
@@ -87,7 +87,7 @@ def eval(
         if not junit.parent.is_dir():
             raise UsageError(f"--junit {junit}: the folder {junit.parent} does not exist")
         keep_inputs(junit, [artifact, reference, dataset, tasks], "--junit")
-        options.check_place(junit)
+        check_place(junit)
     from nstf_convert.gates.evaluate import Gates, TaskGates, check, check_tasks
     from nstf_convert.gates.junit import junit_xml, write_junit
 

@@ -11,7 +11,7 @@ import typer
 from nstf.errors import UsageError
 from nstf_convert.checkpoint.paths import expanded
 from nstf_convert.cli.sizes import BudgetKind, parse_budget, parse_bytes
-from nstf_convert.inputs import FOREIGN, keep_inputs
+from nstf_convert.inputs import FOREIGN, check_place, keep_inputs
 
 if TYPE_CHECKING:
     from nstf.runtime.token_sampler import Settings
@@ -167,18 +167,6 @@ def check_output(output: Path, inputs: list[str], force: bool) -> None:
     if not output.parent.is_dir():
         raise UsageError(f"the folder {output.parent} does not exist: create it, or give another -o")
     check_place(output)
-
-
-def check_place(path: Path) -> None:
-    """Raises UsageError where no file can be put, before the work for it is done."""
-    if path.exists() and not path.is_file():
-        raise UsageError(
-            f"{path} is a folder, a device or a pipe, which a file would replace: give another path"
-        )
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(
-            f"{path}: the folder {path.absolute().parent} cannot be written into: give another path"
-        )
 
 
 def check_artifact_name(output: Path) -> None:

@@ -1,5 +1,7 @@
 """`nstf plan`: what `convert` would do, without writing the file."""
 
+import hashlib
+import json as json_module
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +14,12 @@ from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import before_imports
-from nstf_convert.inputs import keep_inputs
+from nstf_convert.inputs import check_place, keep_inputs
 
 
 @with_options(
     "datasets", "calibration", "samples", "seq_len", "seed", "effort", "device", "memory", "gpu_memory", "threads",
-    "work_dir", "formats", "fuse", "target", "prefer", "min_speed", "image_size", "tp",
+    "work_dir", "formats", "fuse", "target", "prefer", "min_speed", "image_size", "tp", "restart",
 )  # fmt: skip
 def plan(
     model: options.Model,
@@ -50,7 +52,7 @@ def plan(
         raise UsageError(
             "--max-kl: a bound on the measured divergence needs a conversion, plan with a size such as --budget 0.5"
         )
-    chosen = options.build_options(model, Path("model.nstf"), budget_texts, settings, force=True)
+    chosen = options.build_options(model, unwritten(model, settings), budget_texts, settings, force=True)
     before_imports(model, chosen)
     from nstf_convert import pipeline
 
@@ -59,6 +61,14 @@ def plan(
         print_json(result)
     else:
         show(result)
+
+
+def unwritten(model: str, settings: Mapping[str, Any]) -> Path:
+    """A name for the output, which is not written but names the work directory: neither that of a conversion, whose results
+    would go with it, nor that of a plan with other settings. The same command finds what it left when it was interrupted."""
+    asked = {name: value for name, value in settings.items() if name not in ("work_dir", "restart")}
+    text = json_module.dumps([model, asked], sort_keys=True, default=str)
+    return Path(f"nstf-plan-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json")
 
 
 def show_frontier(
@@ -75,8 +85,8 @@ def show_frontier(
         if not svg.parent.is_dir():
             raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
         keep_inputs(svg, [model, *(settings["datasets"] or []), settings["calibration"]], "--svg")
-        options.check_place(svg)
-    chosen = options.build_options(model, Path("model.nstf"), None, settings, force=True)
+        check_place(svg)
+    chosen = options.build_options(model, unwritten(model, settings), None, settings, force=True)
     before_imports(model, chosen)
     from nstf.runtime.artifact.atomic_file import write_whole
     from nstf_convert import pipeline

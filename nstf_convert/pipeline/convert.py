@@ -9,11 +9,12 @@ improve/            encoded front to back, measured, compared, searched, healed 
 import json
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
-from nstf_convert.inputs import check_still_free, keep_inputs
+from nstf_convert.inputs import check_place, check_still_free, keep_inputs
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
@@ -33,6 +34,7 @@ from nstf_convert.pipeline.outcome import Final
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.methods import method_families
 from nstf_convert.pipeline.propose.table import build_table
+from nstf_convert.pipeline.propose.units import Unit
 from nstf_convert.pipeline.session import Session
 from nstf_convert.speed.token import measured_rate
 
@@ -50,7 +52,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
     _check_output(options)
     _allowed(options)
     stages = Stages()
-    with Session(options, stages, check=_check_attention) as session:
+    with Session(options, stages, check=_check) as session:
         _check_healing(session)
         run = _propose(session, _plans_attention(session))
         final = _choose(run)
@@ -67,7 +69,7 @@ def plan(options: ConvertOptions) -> dict[str, Any]:
     for their losses; nothing else is encoded, no model measured, and nothing written."""
     _allowed(options)
     stages = Stages()
-    with Session(options, stages) as session:
+    with Session(options, stages, check=_check_divisions) as session:
         budget_bytes = _budget_bytes(session)
         if budget_bytes is None:
             raise UsageError(
@@ -83,17 +85,13 @@ def plan(options: ConvertOptions) -> dict[str, Any]:
 def frontier(options: ConvertOptions) -> dict[str, Any]:
     """Sizes, predicted speeds and expected losses that `convert` could reach (nstf_convert.pipeline.frontier)."""
     _allowed(options)
-    with Session(options, Stages(), any_size=True) as session:
+    with Session(options, Stages(), check=_check_divisions, any_size=True) as session:
         return frontiers.frontier(_propose(session, False))
 
 
 def _propose(session: Session, plans_attention: bool) -> Run:
     """The run with its table of candidates."""
-    allowed, ranks = _allowed(session.options), session.options.tp
-    divisions = None
-    if ranks is not None:
-        config = session.config or {}
-        divisions = Divisions(config, session.units, ranks, lambda u, r: session.encoder.expected(u, r))
+    allowed, divisions = _allowed(session.options), _divisions(session, session.units)
     with session.stages.stage("candidates"):
         table = build_table(session, allowed, counter(session))
     free = None
@@ -107,6 +105,26 @@ def _propose(session: Session, plans_attention: bool) -> Run:
             timing.prepare(table)
     widest = attention.widest(session) if plans_attention else None
     return Run(session, Meta(session, widest), table, allowed, timing, divisions=divisions, free=free)
+
+
+def _divisions(session: Session, units: Mapping[str, Unit]) -> Divisions | None:
+    """What `tp` allows; None without it. Raises as Divisions for a model that cannot be divided so."""
+    ranks = session.options.tp
+    if ranks is None:
+        return None
+    return Divisions(session.config or {}, units, ranks, lambda u, r: session.encoder.expected(u, r))
+
+
+def _check_divisions(session: Session) -> None:
+    """Before the calibration: raises as Divisions."""
+    if session.options.tp is not None:
+        _divisions(session, session.found_units())
+
+
+def _check(session: Session) -> None:
+    """Before the calibration: what was asked for and this model cannot have."""
+    _check_divisions(session)
+    _check_attention(session)
 
 
 def _check_attention(session: Session) -> None:
@@ -199,10 +217,13 @@ def _measure_speed(run: Run, report: dict[str, Any]) -> None:
 
 def _check_output(options: ConvertOptions) -> None:
     keep_inputs(options.output, [options.model, *options.datasets, options.calibration])
+    if options.output.is_dir():
+        raise UsageError(f"the output {options.output} is a folder: give a file in it")
     if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     if not options.output.parent.is_dir():
         raise UsageError(f"the folder {options.output.parent} does not exist: make it first")
+    check_place(options.output)
 
 
 def _check_healing(session: Session) -> None:

@@ -11,6 +11,7 @@ from nstf.proposals import Look
 from nstf_convert.export import engines
 from nstf_convert.pipeline import header
 from nstf_convert.pipeline import mix as mixes
+from nstf_convert.pipeline.allocate import plan as plans
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.improve.run import Run
 from nstf_convert.pipeline.outcome import Final
@@ -66,6 +67,9 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         structure=tuple(found.to_json() for found in run.rounds),
     )
     options = session.options
+    budget_bytes = options.budget.size_bytes(
+        session.checkpoint.total_bytes, sum(u.elements for u in session.units.values())
+    )
     return schema.build(
         model=schema.ModelFacts(
             name=options.model,
@@ -79,9 +83,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         budget={
             "kind": options.budget.kind,
             "value": options.budget.value,
-            "bytes": options.budget.size_bytes(
-                session.checkpoint.total_bytes, sum(u.elements for u in session.units.values())
-            ),
+            "bytes": budget_bytes,
         },
         size_bytes=size_bytes,
         tensors=tensors,
@@ -93,7 +95,10 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
         families=families.compare(_priced(run, final), _ruled_out(run)),
         resources=resources(session),
         speed=speed(run, final),
-        tensor_parallel=run.cost_of_division(size_bytes),
+        # Not at the bytes of the file: plans count the header at its widest, by which the smallest one has no room there.
+        tensor_parallel=run.cost_of_division(
+            budget_bytes or plans.exact_size(session, final.planned.mix, run.meta.widest())
+        ),
     )
 
 

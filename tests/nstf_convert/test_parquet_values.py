@@ -268,3 +268,11 @@ def test_lists_are_read_by_a_pyarrow_without_list_views(
     monkeypatch.delattr(pyarrow.types, "is_large_list_view")
     path = written(tmp_path / "x.parquet", "messages", [[{"role": "user", "content": "hello"}]] * 5)
     assert list(load_text(path)) == ["hello"] * 5
+
+
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary(4)])
+def test_a_column_of_bytes_is_said_to_be_one(tmp_path: Path, kind: Any) -> None:
+    path = tmp_path / "bytes.parquet"
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([b"some", b"text"], kind)}), path)
+    with pytest.raises(UsageError, match=r"text holds bytes.*; write it as a column of strings"):
+        list(load_text(path))

@@ -299,7 +299,14 @@ def fastest(mixes_found: Iterable[Planned], timing: Timing) -> float | None:
 
 
 def too_slow(asked: str, fastest_seconds: float, timing: Timing, size_bytes: int) -> BudgetError:
-    """The error for a speed that no file of these bytes has."""
+    """The error for a speed that no file of these bytes has. fastest_seconds: of a token's products; 0 where none could be
+    fast enough, since the rest of a token takes as long as is asked for all of it."""
+    if not fastest_seconds:
+        return BudgetError(
+            f"`min_speed` {asked} cannot be met on {', '.join(t.name for t in timing.targets)} by a file of any size: "
+            "what a token takes beside its products is too long already; ask for less speed",
+            size_bytes,
+        )
     rate = timing.token.rate(timing.targets[0], fastest_seconds)
     reached = f"{rate:.0f} tokens a second" if rate else f"{1e3 * fastest_seconds:.3g} ms of products a token"
     return BudgetError(

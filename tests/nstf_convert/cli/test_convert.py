@@ -1,4 +1,5 @@
 import errno
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,9 @@ from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
 from nstf_convert.cli.messages import explain
 
 BUDGET = ("--budget", "0.5")
+# Of the tiny model's file most is its header.
+SIZE = ("--target-size", "100KiB")
+FEW = ("--effort", "fast", "--samples", "4", "--seq-len", "16", "--device", "cpu")
 
 
 def test_options_reach_the_pipeline(nstf, pipeline, tiny, tmp_path):
@@ -334,6 +338,55 @@ def test_plan_prints_every_tensor_and_writes_nothing(nstf, pipeline, tiny, repor
     assert len(nstf("plan", tiny.folder, *BUDGET, "--json").json["tensors"]) == len(report["tensors"])
     assert list(tmp_path.iterdir()) == []
     assert "plan with a size" in nstf("plan", tiny.folder, "--max-kl", "0.1").err
+
+
+def test_a_plan_leaves_what_an_interrupted_conversion_has_kept(nstf, tiny, tmp_path, monkeypatch):
+    module = importlib.import_module("nstf_convert.pipeline.convert")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_choose", interrupted)
+        assert (
+            nstf("convert", tiny.folder, *SIZE, *FEW, "--dataset", tiny.text, "-o", "model.nstf").code == 130
+        )
+    kept = {file: file.stat().st_mtime_ns for file in Path("model.nstf.work").rglob("*") if file.is_file()}
+    assert len(kept) > 2
+    for words in (SIZE, (*SIZE, "--seed", "7"), ("--frontier",)):
+        shown = nstf("plan", tiny.folder, *FEW, "--dataset", tiny.text, *words)
+        assert shown.code == 0, shown.err
+        assert kept == {f: f.stat().st_mtime_ns for f in Path("model.nstf.work").rglob("*") if f.is_file()}
+        assert [entry.name for entry in tmp_path.iterdir()] == ["model.nstf.work"]
+
+
+def test_a_plan_that_was_interrupted_goes_on_and_keeps_no_other_from_its_work(
+    nstf, tiny, tmp_path, monkeypatch
+):
+    module = importlib.import_module("nstf_convert.pipeline.convert")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "worth_structure", interrupted)
+        assert nstf("plan", tiny.folder, *SIZE, *FEW, "--dataset", tiny.text).code == 130
+    (left,) = tmp_path.iterdir()
+    assert (left / "calibration.safetensors").exists()
+    assert nstf("plan", tiny.folder, *SIZE, *FEW, "--dataset", tiny.text, "--seed", "7").code == 0
+    assert [*tmp_path.iterdir()] == [left]
+    assert nstf("plan", tiny.folder, *SIZE, *FEW, "--dataset", tiny.text).code == 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_plan_can_discard_what_a_work_directory_of_its_own_holds(nstf, tiny, tmp_path):
+    words = ("plan", tiny.folder, *SIZE, *FEW, "--dataset", tiny.text, "--work-dir", tmp_path / "w")
+    assert nstf(*words).code == 0
+    other = nstf(*words, "--seed", "7")
+    assert other.code == 2 and "seed was 0, now 7" in other.err and "--restart" in other.err
+    assert nstf(*words, "--seed", "7", "--restart").code == 0
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """`--tp`: the plan takes only what every rank can hold a part of, and says what that costs."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from nstf.runtime.artifact import open_artifact
 from nstf.runtime.tensor_parallel import tensor_parts
 from nstf_convert.cli import run
 from nstf_convert.pipeline.allocate.division import Divisions
+from nstf_convert.pipeline.calibrate import make
 from nstf_convert.pipeline.propose import recipe as recipes
 from nstf_convert.pipeline.propose.candidates import Candidate, price
 from nstf_convert.pipeline.propose.recipe import Recipe
@@ -33,6 +35,19 @@ def test_a_file_for_ranks_can_be_divided(tmp_path: Path) -> None:
     assert cost["ranks"] == [2, 4]
     # Quick plans leave some bytes unspent: less is lost without the condition, but for that.
     assert cost["expected_loss"] >= 0.98 * cost["expected_loss_free"] > 0
+
+
+def test_the_smallest_file_for_ranks_that_an_error_names_can_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(SAMPLE), "--effort", "fast", "--samples", "4", "--seq-len", "128", "--tp", "2",
+             "--dataset", str(SAMPLE.parents[1] / "data" / "prose.txt"), "--prefer", "size",
+             "--work-dir", str(tmp_path / "work"), "-o", str(tmp_path / "m.nstf"), "--target-size"]  # fmt: skip
+    assert run([*words, "1000"]) == 3
+    smallest = re.search(r"the smallest file is (\d+) bytes", capsys.readouterr().err)
+    assert smallest is not None
+    assert run([*words, smallest[1]]) == 0, capsys.readouterr().err
+    assert (tmp_path / "m.nstf").stat().st_size <= int(smallest[1])
 
 
 def test_what_dealing_out_rates_costs_is_expected() -> None:
@@ -71,8 +86,9 @@ def test_what_dealing_out_rates_costs_is_expected() -> None:
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_work(
-    ranks: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(make, "make", lambda *_: pytest.fail("it was calibrated"))
     words = [
         "convert",
         str(SAMPLE),

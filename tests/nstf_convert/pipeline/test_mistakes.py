@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -410,3 +411,23 @@ def test_a_checkpoint_that_is_touched_or_replaced_meanwhile_is_converted(
 
     monkeypatch.setattr(story, "_choose", later)
     convert(options(model=str(model), force=True))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "here"])
+def test_an_output_that_no_file_can_replace_is_refused_before_the_work(
+    kind: str, options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    place = {
+        "folder": tmp_path / "folder",
+        "pipe": tmp_path / "pipe",
+        "device": Path(os.devnull),
+        "here": Path(),
+    }
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(make, "make", lambda *_: pytest.fail("it was calibrated"))
+    with pytest.raises(UsageError, match="is a folder"):
+        convert(replace(options(("ratio", 0.6)), output=place[kind], force=True))
+    assert sorted(tmp_path.iterdir()) == before

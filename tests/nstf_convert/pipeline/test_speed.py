@@ -249,6 +249,15 @@ def test_a_least_speed_is_kept_or_refused_in_one_line(quick_plan, modelled) -> N
     assert "\n" not in str(e.value)
 
 
+def test_a_speed_that_the_rest_of_a_token_forbids_is_said_without_a_time_of_products(
+    quick_plan, modelled, monkeypatch
+) -> None:
+    monkeypatch.setattr(Token, "_beside", lambda self, target: 0.5)
+    with pytest.raises(BudgetError, match=r"`min_speed` 10tok/s cannot be met .* beside its products") as e:
+        quick_plan("cpu", min_speed="10tok/s")
+    assert "0 ms" not in str(e.value)
+
+
 @pytest.mark.parametrize("text", ["fast", "-1", "0", "nan", "1.5 bananas", ""])
 def test_what_is_no_speed_is_refused(options, text) -> None:
     with pytest.raises(UsageError, match="is no speed: write"):
