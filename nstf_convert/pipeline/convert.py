@@ -12,6 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
 from nstf_convert.inputs import check_place, check_still_free, keep_inputs
@@ -125,6 +127,22 @@ def _check(session: Session) -> None:
     """Before the calibration: what was asked for and this model cannot have."""
     _check_divisions(session)
     _check_attention(session)
+    _check_images(session)
+
+
+def _check_images(session: Session) -> None:
+    """Raises UsageError for images smaller than what the model's first convolution reads at a time."""
+    side = session.options.image_size
+    modules = () if session.model is None else session.model.module.modules()
+    first = next((m for m in modules if isinstance(m, nn.Conv2d)), None)
+    if side is None or first is None or first.padding == "same":
+        return
+    around = (0, 0) if isinstance(first.padding, str) else first.padding
+    least = max(k - 2 * p for k, p in zip(first.kernel_size, around, strict=True))
+    if side < least:
+        raise UsageError(
+            f"images of {side} x {side} are too small: this model reads {least} x {least} at a time"
+        )
 
 
 def _check_attention(session: Session) -> None:

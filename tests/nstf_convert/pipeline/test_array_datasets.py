@@ -75,3 +75,21 @@ def test_arrays_in_a_home_folder_are_read_from_python(
     output = tmp_path / "m.nstf"
     nstf_convert.convert(IMAGES, budget=0.5, output=output, dataset="~/a.safetensors", effort="fast")
     assert output.is_file()
+
+
+def test_images_smaller_than_a_patch_are_refused_before_the_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import ViTConfig, ViTModel
+
+    from nstf_convert.pipeline.calibrate import make
+
+    monkeypatch.setattr(make, "make", lambda *_: pytest.fail("it was calibrated"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
+    capsys.readouterr()
+    words = ["convert", str(tmp_path / "vit"), "-o", str(tmp_path / "o.nstf"), "--budget", "0.5"]
+    assert run([*words, "--image-size", "7", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: images of 7 x 7 are too small: this model reads 8 x 8 at a time\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["vit"]
