@@ -108,10 +108,10 @@ def write_artifact(
             )
         with contextlib.closing(_in_order(dict(sorted(stored.items())))) as made:
             for name, encoded in made:
-                for key, array in encoded.arrays.items():
+                for key in encoded.arrays:  # nothing of it stays while the next one is waited for
                     full = mf.array_name(name, key)
-                    digests[full] = output.put(layout.entries[full].start, _bytes_of(array))
-                del encoded, array
+                    digests[full] = output.put(layout.entries[full].start, _bytes_of(encoded.arrays[key]))
+                del encoded
         output.write(0, memoryview(final_header(layout, digests)))
     return layout.size_bytes
 
