@@ -1,5 +1,6 @@
 """What holds for every test: one thread for each process of pytest-xdist; threads and loggers are put back."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -12,6 +13,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: looking through it for garbage again and again takes longer than
+    many a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

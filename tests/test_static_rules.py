@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -19,13 +18,11 @@ MAKERS = {
 }
 
 
-@cache
-def files() -> list[tuple[str, ast.Module]]:
-    return [
-        (str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8")))
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ]
+def files() -> Iterator[tuple[str, ast.Module]]:
+    """One tree at a time: kept, they are millions of objects that Python looks through for garbage all the while."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def called(node: ast.Call) -> str:

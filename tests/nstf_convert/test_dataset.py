@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nstf.errors import NstfError, UsageError
+from nstf_convert import dataset
 from nstf_convert.dataset import fingerprint, first_documents, load_text, tokenise_windows
 
 
@@ -420,7 +421,11 @@ def test_half_a_character_is_named_with_its_line(tmp_path: Path, record: Any) ->
 
 
 @pytest.mark.parametrize("text", ["", "  ", "ab"])
-def test_short_and_blank_documents_are_not_gathered_without_end(text: str) -> None:
+def test_short_and_blank_documents_are_not_gathered_without_end(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "POOL_CHARS", 1 << 20)
+
     def endless() -> Iterator[str]:
         yield "some text"
         while True:
