@@ -184,7 +184,9 @@ for batch, tokens in ((1, 32), (2, 16)):
 assert model.nstf_graphs.engine is not None
 print("compiled:", compiled)
 """
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    # Tiles that were measured on this card before are others than the side file's.
+    own = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | own
     done = subprocess.run(
         [sys.executable, "-c", program, str(path), str(side)], env=environment, capture_output=True, text=True
     )

@@ -82,8 +82,9 @@ def test_without_a_gpu_nothing_is_measured(tiny: ModuleType, tmp_path: Path) -> 
 
 @pytest.mark.gpu
 def test_tiles_are_measured_on_a_gpu_and_used(
-    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the user's own are none of a test's
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM", **LARGER))
     with open_artifact(path) as opened:
         written = tune(opened, torch.bfloat16)
