@@ -4,6 +4,7 @@ python rank_cases.py FOLDER        (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_POR
 """
 
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -351,6 +352,7 @@ if __name__ == "__main__" and sys.argv[2:] == ["gpus"]:
     results = on_gpus(Path(sys.argv[1]) / "larger.nstf", 2)
     results["codes"] = prompts_on_gpus(Path(sys.argv[1]) / "codes.nstf", 2)
     torch.save(results, Path(sys.argv[1]) / f"gpu{dist.get_rank()}.pt")
+    gc.collect()  # NCCL waits for graphs that hold its sums
     dist.destroy_process_group()
 elif __name__ == "__main__":
     torch.set_num_threads(1)
