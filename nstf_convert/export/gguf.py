@@ -96,6 +96,7 @@ def _layout(artifact: Artifact) -> tuple[dict[str, Any], str, list[names.Placed]
     # A tied head is left out: llama.cpp takes the table, as transformers does.
     stored = [n for n in artifact.names() if not (n == "lm_head.weight" and artifact.stored_name(n) != n)]
     with as_stated(artifact, "gguf"):
+        names.check(name, config)
         placed = names.placed(name, architecture, config, stored)
     for place in placed:
         shape = artifact.record(place.source).shape
