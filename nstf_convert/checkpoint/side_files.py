@@ -21,11 +21,23 @@ SETTINGS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, ProphetNet's, LUKE's.
 CONTENT = (
     "tokenizer.json",
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "spm.model",
+    "sentencepiece.model",
+    "source.spm",
+    "target.spm",
+    "target_vocab.json",
+    "spm_char.model",
+    "bpe.codes",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "prophetnet.tokenizer",
+    "entity_vocab.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",

@@ -25,12 +25,12 @@ from tests.nstf_convert.checkpoint.gguf_files import ggml_tensors, metadata_of, 
 
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-    "beta_fast": 4.0, "beta_slow": 2.0,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 2.0, "beta_slow": 0.01,
 }  # fmt: skip
 YARN_KEYS = {
-    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 8,
-    "rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0,
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+    "rope.scaling.yarn_beta_fast": 2.0, "rope.scaling.yarn_beta_slow": 0.01,
 }  # fmt: skip
 PHI3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
