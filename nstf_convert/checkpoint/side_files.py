@@ -21,7 +21,7 @@ SETTINGS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, ProphetNet's, LUKE's.
+# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's.
 CONTENT = (
     "tokenizer.json",
     "tokenizer.model",
