@@ -348,6 +348,33 @@ def test_neither_the_artifact_nor_another_model_is_replaced(
     assert names == {"config.json", "m.README.md", "m.onnx", "m.onnx.data"}
 
 
+@pytest.mark.parametrize("target", exports.TARGETS)
+def test_a_tied_table_is_exported_alike_under_either_name(
+    artifact: Path, tmp_path: Path, target: str
+) -> None:
+    """A checkpoint may hold it as the head alone. It was written twice, and to ONNX not at all."""
+    from nstf.kernels.formats import EncodedTensor
+    from nstf.runtime.artifact import Shared, open_artifact, write_artifact
+
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    with open_artifact(artifact) as opened:
+        tensors: dict[str, EncodedTensor | Shared] = {
+            name: opened.encoded(name) for name in opened.names() if name not in (table, head)
+        }
+        files = {name: opened.file(name) for name in opened.file_names()}
+        kept = opened.encoded(table)
+        for stored, alias in ((table, head), (head, table)):
+            (tmp_path / stored).mkdir()
+            both = tensors | {stored: kept, alias: Shared(stored)}
+            write_artifact(tmp_path / stored / "m.nstf", both, files)
+    found = []
+    for stored in (table, head):
+        request = exports.Request(target, tmp_path / stored / "out", allow_loss=True)
+        _, written = exports.export(tmp_path / stored / "m.nstf", request)
+        found.append({n: (request.output / n).read_bytes() for n, _ in written})
+    assert found[0] == found[1]
+
+
 def test_the_spelling_of_older_configs_is_read(artifact: Path, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     from nstf.runtime.artifact import open_artifact, write_artifact
