@@ -126,6 +126,17 @@ def test_text_of_a_sub_config_of_any_class_passes(outer: str, name: str, inner: 
     assert kept[name] == {"model_type": "timm_backbone"} and dropped == [f"{name}.backbone"]
 
 
+def test_the_kinds_of_nemotrons_layers_pass() -> None:
+    """As NVIDIA states them; with 98 layers, a letter each. Left out, the layers were those of another model."""
+    from transformers import NemotronHConfig
+
+    pattern = "M-M-M*-" * 14
+    raw = {"model_type": "nemotron_h", "num_hidden_layers": 98, "hybrid_override_pattern": pattern}
+    config, dropped = filter_config(raw, "config.json")
+    assert (config, dropped) == (raw, [])
+    assert len(NemotronHConfig.from_dict(config).layer_types) == 98
+
+
 def test_no_module_of_the_folder_is_imported(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder, canary = make_folder("LlamaForCausalLM"), tmp_path / "canary"
     code = f"import pathlib; pathlib.Path({str(canary)!r}).write_text('run')\n"
