@@ -219,6 +219,27 @@ def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
     assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
 
 
+@pytest.mark.parametrize(
+    ("pre", "stated", "begins"),
+    [("smollm", None, False), ("llama-bpe", None, True), ("tekken", None, True), ("llama-bpe", False, False)],
+)
+def test_a_text_begins_as_llama_cpp_begins_it(
+    tmp_path: Path, pre: str, stated: bool | None, begins: bool
+) -> None:
+    """Files of Llama 3 from its first months do not say that they begin with a token: llama.cpp knows it by their rules."""
+    model = tiny("LlamaForCausalLM")
+    keys = {} if stated is None else {"tokenizer.ggml.add_bos_token": stated}
+    path = write(
+        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys, None, True, pre
+    )
+    (tmp_path / "out").mkdir()
+    with open_checkpoint(path) as checkpoint:
+        for name, data in checkpoint.files().items():
+            (tmp_path / "out" / name).write_bytes(data)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")("hello")["input_ids"]
+    assert (tokens[0] == 1) is begins and len(tokens) == 1 + begins
+
+
 def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path: Path) -> None:
     keys = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "\u0120b", "<s>"],
