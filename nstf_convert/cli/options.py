@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from nstf.runtime.token_sampler import Settings
     from nstf_convert.options import ConvertOptions
 
-Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf or .onnx file, or a hub name.")]
+
+def at_home(model: str | None) -> str | None:
+    """The name of a model, which may be a hub's, with `~` as a home folder."""
+    return str(expanded(model)) if model and model.startswith("~") else model
+
+
+Model = Annotated[
+    str,
+    typer.Argument(callback=at_home, help="A Hugging Face folder, a .gguf or .onnx file, or a hub name."),
+]
 BudgetText = Annotated[
     str | None,
     typer.Option(
