@@ -19,6 +19,7 @@ SETTINGS = (
     "special_tokens_map.json",
     TOKENS,
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
 )
 # With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's.

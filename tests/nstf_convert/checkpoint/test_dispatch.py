@@ -97,7 +97,14 @@ def test_the_words_of_every_usual_tokenizer_are_kept_and_downloaded(llama_folder
         "target_vocab.json",
         "spm_char.model",
     }
-    names |= {"bpe.codes", "vocab-src.json", "vocab-tgt.json", "prophetnet.tokenizer", "entity_vocab.json"}
+    names |= {
+        "video_preprocessor_config.json",
+        "bpe.codes",
+        "vocab-src.json",
+        "vocab-tgt.json",
+        "prophetnet.tokenizer",
+        "entity_vocab.json",
+    }
     for name in names:
         (llama_folder / name).write_bytes(b"{}")
     with open_checkpoint(llama_folder) as checkpoint:
