@@ -18,7 +18,7 @@ from nstf.errors import NstfError, UsageError, out_of_memory
 from nstf.runtime import tokenizing
 from nstf.runtime.artifact.header import HeaderError, check_values
 from nstf_convert.checkpoint.paths import exists, expanded
-from nstf_convert.parquet_values import column_values
+from nstf_convert.parquet_values import column_values, may_hold_text
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
@@ -291,14 +291,15 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
     try:
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
-        column = next((name for name in ((field,) if field else FIELDS) if name in names), None)
-        if column is None:
+        columns = [name for name in ((field,) if field else FIELDS) if name in names]
+        if not columns:
             raise UsageError(
                 f"the dataset {file} has no column {field or ', '.join(FIELDS)}, but {', '.join(names[:8])}; "
                 f"name the one with text"
             )
-        for value in column_values(table, column, str(file)):
-            yield _text_of({column: value}, column, str(file))
+        others = [name for name in columns[1:] if may_hold_text(table.schema_arrow.field(name).type)]
+        for record in _records(table, [columns[0], *others], str(file)):
+            yield _text_of(record, field, str(file))
     except (NstfError, UnicodeDecodeError):
         raise
     except Exception as error:  # pyarrow's own, and Python's for dates that it cannot represent
@@ -313,6 +314,23 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
                 raise
         text = " ".join(str(error).split())[:120]
         raise UsageError(f"the dataset {file} cannot be read as parquet ({text}); write it again") from error
+
+
+def _records(table: Any, columns: list[str], where: str) -> Iterator[dict[str, Any]]:
+    """The values of each row of a ParquetFile, as far as the first that holds something; none of a row of nulls alone.
+
+    A column is read from where a row first asks for it: one that none does costs nothing.
+    """
+    rows: dict[str, Iterator[tuple[int, Any]]] = {}
+    for number, value in enumerate(column_values(table, columns[0], where)):
+        record = {columns[0]: value}
+        for name in columns[1:]:
+            if next(reversed(record.values())) not in (None, []):
+                break
+            values = rows.setdefault(name, enumerate(column_values(table, name, where)))
+            record[name] = next(found for at, found in values if at == number)
+        if any(found is not None for found in record.values()):
+            yield record
 
 
 def first_documents(documents: Iterable[str], most_chars: int) -> Iterator[str]:

@@ -105,6 +105,15 @@ def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> Non
             )
 
 
+def check_artifact_name(output: Path) -> None:
+    """Raises UsageError for a name that other tools would take for a format of theirs and load wrongly."""
+    if output.suffix.lower() in FOREIGN:
+        raise UsageError(
+            f"the output {output.name} would be taken for a {output.suffix} file and loaded wrongly: "
+            f"name it {output.with_suffix('.nstf').name}"
+        )
+
+
 def check_place(path: Path) -> None:
     """Raises UsageError where no file can be put, before the work for it is done."""
     if path.exists() and not path.is_file():

@@ -27,7 +27,7 @@ ALWAYS_ROWS = 1 << 22
 
 
 def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
-    """The values of a column of a ParquetFile, but for nulls. Raises UsageError for what takes too much memory."""
+    """The values of a column of a ParquetFile, None for nulls. Raises UsageError for what takes too much memory."""
     from pyarrow import parquet
 
     whole = table.metadata
@@ -54,6 +54,17 @@ def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
                         f"the dataset {where}: it has more rows than bytes; write it again without what is repeated"
                     )
                 yield from _values(batch.column(0), where)
+
+
+def may_hold_text(kind: Any) -> bool:
+    """Whether values of a type of pyarrow may be texts or chats."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return may_hold_text(kind.value_type)
+    names = ("string", "large_string", "string_view", *LISTS)
+    return any(getattr(types, f"is_{name}", lambda _: False)(kind) for name in names)
 
 
 def _batches(opened: Any, where: str, group: int, column: str) -> Iterator[Any]:
@@ -86,7 +97,7 @@ def _root(table: Any, leaf: int) -> str:
 
 def _values(rows: Any, where: str) -> Iterator[Any]:
     if _unpacked(rows) <= BATCH_BYTES:
-        yield from (value for value in rows.to_pylist() if value is not None)
+        yield from rows.to_pylist()
         return
     for number in range(len(rows)):
         row = rows.slice(number, 1)
@@ -94,9 +105,7 @@ def _values(rows: Any, where: str) -> Iterator[Any]:
             raise UsageError(
                 f"the dataset {where}: one row may unpack to {size} bytes; divide it into several"
             )
-        value = row[0].as_py()
-        if value is not None:
-            yield value
+        yield row[0].as_py()
 
 
 def _unpacked(rows: Any) -> int:

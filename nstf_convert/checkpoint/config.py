@@ -3,7 +3,7 @@
 CVE-2026-4372 (`_attn_implementation_internal` named a hub kernel) and CVE-2026-5241 (a nested
 `trust_remote_code`) are the reasons. Numbers, booleans and lists of them are kept under any plain key: they
 cannot name anything. Text is kept only under a key that the model's own config class declares (or a known older
-spelling) and only when it looks like a single word.
+spelling) and only when it looks like a single word, which may have `|` (DeBERTa's `p2c|c2p`) and `*` (Nemotron's `M-M*-`).
 """
 
 import re
@@ -17,7 +17,7 @@ from nstf.runtime.skeleton import ARGUMENTS_OF, leads_away
 MAX_DEPTH = 6
 MAX_ITEMS = 200_000
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,79}")
-WORD = re.compile(r"[A-Za-z0-9_.+\-]{0,80}")
+WORD = re.compile(r"[A-Za-z0-9_.+\-|*]{0,160}")
 
 DENIED = frozenset(
     "attn_implementation auto_map base_model_name_or_path cache_dir code_revision commit_hash "
@@ -28,13 +28,17 @@ DENIED = frozenset(
     "use_kernels "
     "use_pretrained_backbone use_timm_backbone_pretrained".split()
 )
-# Text under these keys is kept for every model: older spellings, and what names the architecture.
+# Text under these keys is kept for every model: older spellings, what names the architecture, and what modeling files read
+# although no config class declares it (DeBERTa's norms and convolution, DBRX's activation, stages of a backbone, kinds of
+# layers a letter each).
 TEXT_KEYS = frozenset(
     "model_type architectures torch_dtype dtype hidden_act hidden_activation activation_function "
     "position_embedding_type "
     "rope_type type rope_scaling rope_parameters layer_types problem_type transformers_version "
     "tokenizer_class "
-    "feed_forward_proj dense_act_fn scoring_func topk_method mlp_layer_types norm_type attention_type".split()
+    "feed_forward_proj dense_act_fn scoring_func topk_method mlp_layer_types norm_type attention_type "
+    "norm_rel_ebd conv_act ffn_act_fn summary_type summary_activation out_features stage_names "
+    "hybrid_override_pattern mtp_hybrid_override_pattern index_topk_pattern".split()
 )
 LABELS = frozenset(("id2label", "label2id"))
 LABEL_CHARS = 200
@@ -117,7 +121,7 @@ def _filter(
         elif not KEY.fullmatch(key) or key in DENIED or key.startswith("_"):
             dropped.append(name[:120])
         elif isinstance(value, dict):
-            kept[key] = _filter(value, known, where, name, depth + 1, dropped)
+            kept[key] = _filter(value, _fields_inside(value, known), where, name, depth + 1, dropped)
         elif _allowed(value, _text_allowed(key, path, known), depth):
             _check_number(key, value, where)
             kept[key] = no_token(key, value)
@@ -126,6 +130,14 @@ def _filter(
         else:
             dropped.append(name[:120])
     return kept
+
+
+def _fields_inside(value: Mapping[str, Any], known: frozenset[str] | None) -> frozenset[str] | None:
+    """The names that may have text in a sub-config: of its own class, too, where the outer one takes any (a backbone, a
+    speech encoder). Not those of a wrapper of timm, which builds what it names."""
+    kind = value.get("model_type")
+    inner = None if not isinstance(kind, str) or kind.startswith("timm") else known_fields(kind)
+    return known if known is None or inner is None else known | inner
 
 
 def _text_allowed(key: str, path: str, known: frozenset[str] | None) -> bool:

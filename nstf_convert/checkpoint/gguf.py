@@ -65,7 +65,11 @@ def open_file(path: Path) -> Checkpoint:
             config, architecture = build_config(meta)
             config["dtype"] = source.infos["token_embd.weight"].dtype
             config = _with_rope_freqs(config, source, path)
-            plan = plan_of_recipes(_recipes(source, architecture, config, path), config, str(path))
+            recipes = _recipes(source, architecture, config, path)
+            plan = plan_of_recipes(recipes, config, str(path))
+            # What llama.cpp adds and the class does not: another model, whatever its other tensors are.
+            if lost := next((n for n in recipes if n.endswith(".bias") and n not in plan.recipes), None):
+                raise UnsupportedError(f"{path}: tensor {lost!r} has no place in {plan.architecture}")
         except UnsupportedError as error:
             note = f"{error}: tensors keep the names in the file, and no config is made"
             return Checkpoint(path, source, Plan(_under_own_names(source), notes=(note,)), None, dict)

@@ -155,15 +155,20 @@ def _rope(meta: Metadata) -> Config:
     width = meta.integer("rope.dimension_count", meta.head_dim)
     if width != meta.head_dim:
         rope["partial_rotary_factor"] = width / meta.head_dim
-    kind = meta.get("rope.scaling.type", "none")
+    # Without a word for it a factor is linear, as llama.cpp has it; files of 2023 have it under the second name.
+    at = "rope.scaling.factor" if meta.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    kind = meta.get("rope.scaling.type", "linear" if meta.number(at, 0.0) else "none")
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(
             f"{meta.path}: rope scaling {str(kind)[:40]!r} is not supported (linear and yarn are)"
         )
-    rope |= {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
+    rope |= {"rope_type": kind, "factor": meta.number(at)}
     if kind == "yarn":
+        for name in ("beta_fast", "beta_slow"):
+            if meta.get(f"rope.scaling.yarn_{name}") is not None:
+                rope[name] = meta.number(f"rope.scaling.yarn_{name}")
         rope["original_max_position_embeddings"] = meta.integer("rope.scaling.original_context_length")
     return rope
 
@@ -248,11 +253,16 @@ def _nothing(_: Metadata) -> Config:
     return {}
 
 
+def _biases(meta: Metadata) -> Config:
+    return {"attention_bias": "blk.0.attn_output.bias" in meta.shapes}
+
+
+def _phi3(meta: Metadata) -> Config:
+    return {"sliding_window": meta.integer("attention.sliding_window", 0) or None}
+
+
 def _llama(meta: Metadata) -> Config:
-    return {
-        "attention_bias": "blk.0.attn_output.bias" in meta.shapes,
-        "mlp_bias": "blk.0.ffn_up.bias" in meta.shapes,
-    }
+    return _biases(meta) | {"mlp_bias": "blk.0.ffn_up.bias" in meta.shapes}
 
 
 def _mixtral(meta: Metadata) -> Config:
@@ -277,11 +287,11 @@ def _qwen_moe(meta: Metadata) -> Config:
     if meta.prefix == "qwen2moe":
         shared = meta.shapes.get("blk.0.ffn_up_shexp.weight", (0,))[0]
         config["shared_expert_intermediate_size"] = meta.integer("expert_shared_feed_forward_length", shared)
-    return config
+    return config if meta.prefix == "qwen2moe" else config | _biases(meta)
 
 
 def _gemma2(meta: Metadata) -> Config:
-    return {
+    return _biases(meta) | {
         "sliding_window": meta.integer("attention.sliding_window", 4096),
         "query_pre_attn_scalar": _query_scale(meta, layers_of_27b=46),
         "attn_logit_softcapping": meta.number("attn_logit_softcapping", 50.0),
@@ -295,7 +305,7 @@ def _gemma3(meta: Metadata) -> Config:
     if meta.get("rope.freq_base") is None:
         full["rope_theta"] = 1000000.0
     local = {"rope_type": "default", "rope_theta": _short_float(meta.number("rope.freq_base_swa", 10000.0))}
-    return {
+    return _biases(meta) | {
         "sliding_window": meta.integer("attention.sliding_window"),
         "query_pre_attn_scalar": _query_scale(meta, layers_of_27b=62),
         "layer_types": [
@@ -317,7 +327,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", DENSE, _llama, permuted=True),
     "llama.moe": Architecture("mixtral", "MixtralForCausalLM", ATTENTION | EXPERTS, _mixtral, permuted=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DENSE, _nothing),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS, _nothing),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", DENSE | QK_NORMS, _biases),
     "qwen2moe": Architecture(
         "qwen2_moe", "Qwen2MoeForCausalLM", ATTENTION | EXPERTS | SHARED_EXPERT, _qwen_moe
     ),
@@ -326,7 +336,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         "gemma3_text", "Gemma3ForCausalLM", DENSE | FOUR_NORMS | QK_NORMS, _gemma3, offset_norms=True
     ),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3, _nothing),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3, _phi3),
 }
 
 

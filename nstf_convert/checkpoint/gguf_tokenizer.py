@@ -12,6 +12,8 @@ from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, without_code
 
 # Of a token: merges are made of all places where one can be divided, in time that grows with the square.
 MOST_LETTERS = 4096
+# Rules of splitting that come with a first token in llama.cpp (llama-vocab.cpp).
+BEGINNING = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 
 
 def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
@@ -42,8 +44,9 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         alone, saved = Path(folder, "alone"), Path(folder, "saved")
         alone.mkdir()
         (alone / "model.gguf").symlink_to(path.resolve())
+        begins = {"add_bos_token": True} if _begins_unasked(header) else {}
         tokenizer = AutoTokenizer.from_pretrained(
-            str(alone), gguf_file="model.gguf", local_files_only=True, trust_remote_code=False
+            str(alone), gguf_file="model.gguf", local_files_only=True, trust_remote_code=False, **begins
         )
         tokenizer.save_pretrained(saved)
         found = {p.name: p.read_bytes() for p in saved.iterdir() if p.name in (*SETTINGS, *CONTENT)}
@@ -54,6 +57,13 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
     if "tokenizer.json" in found:
         found["tokenizer.json"] = compact(found["tokenizer.json"])
     return found
+
+
+def _begins_unasked(header: GgufHeader) -> bool:
+    """Whether llama.cpp begins a text with the first token although the file does not say so; transformers does not."""
+    stated = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
+    usual = stated.get("model") == "gpt2" and stated.get("pre") in BEGINNING
+    return usual and "add_bos_token" not in stated and type(stated.get("bos_token_id")) is int
 
 
 def compact(content: bytes) -> bytes:

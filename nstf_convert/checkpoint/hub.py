@@ -6,7 +6,17 @@ from pathlib import Path
 from nstf.errors import NstfError, UsageError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.\-]{0,95}")
-PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
+PATTERNS = [
+    "*.safetensors",
+    "*.json",
+    "tokenizer*",
+    "*.tokenizer",
+    "*.model",
+    "*.spm",
+    "bpe.codes",
+    "*.jinja",
+]
+PATTERNS += ["merges.txt", "vocab.txt"]
 DATA_PATTERNS = ["*.txt", "*.md", "*.jsonl", "*.parquet"]
 
 

@@ -18,7 +18,7 @@ from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import before_imports
-from nstf_convert.inputs import check_place, keep_apart, keep_inputs
+from nstf_convert.inputs import check_artifact_name, check_place, keep_apart, keep_inputs
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def convert(
     output = output or options.default_output(model)
     inputs = [model, *(settings["datasets"] or []), *map(str, filter(None, [settings["calibration"]]))]
     options.check_output(output, inputs, settings["force"])
-    options.check_artifact_name(output)
+    check_artifact_name(output)
     check_reports(report or [], output, inputs, settings["force"])
     keep_apart(settings["work_dir"], report or [])
     chosen = options.build_options(

@@ -19,8 +19,15 @@ HELP = "An .nstf file, or an original model: a folder, a .gguf or .onnx file, or
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help=f"What is compared with. {HELP}")],
-    second: Annotated[str, typer.Argument(metavar="B", help="What is compared: the same kinds of file.")],
+    first: Annotated[
+        str, typer.Argument(metavar="A", callback=options.at_home, help=f"What is compared with. {HELP}")
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(
+            metavar="B", callback=options.at_home, help="What is compared: the same kinds of file."
+        ),
+    ],
     dataset: Annotated[
         Path | None,
         typer.Option(help="Text to measure the KL divergence on: .txt, .jsonl, .parquet or a folder."),

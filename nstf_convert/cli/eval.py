@@ -26,7 +26,10 @@ TASKS = "Multiple choice"
 def eval(
     artifact: ArtifactPath,
     reference: Annotated[
-        str | None, typer.Option("--reference", "-r", help="The model the artifact was made from.")
+        str | None,
+        typer.Option(
+            "--reference", "-r", callback=options.at_home, help="The model the artifact was made from."
+        ),
     ] = None,
     dataset: Annotated[
         Path | None, typer.Option(help="Held-out text: .txt, .jsonl, .parquet or a folder.")

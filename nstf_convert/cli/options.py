@@ -11,13 +11,22 @@ import typer
 from nstf.errors import UsageError
 from nstf_convert.checkpoint.paths import expanded
 from nstf_convert.cli.sizes import BudgetKind, parse_budget, parse_bytes
-from nstf_convert.inputs import FOREIGN, check_place, keep_inputs
+from nstf_convert.inputs import check_place, keep_inputs
 
 if TYPE_CHECKING:
     from nstf.runtime.token_sampler import Settings
     from nstf_convert.options import ConvertOptions
 
-Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf or .onnx file, or a hub name.")]
+
+def at_home(model: str | None) -> str | None:
+    """The name of a model, which may be a hub's, with `~` as a home folder."""
+    return str(expanded(model)) if model and model.startswith("~") else model
+
+
+Model = Annotated[
+    str,
+    typer.Argument(callback=at_home, help="A Hugging Face folder, a .gguf or .onnx file, or a hub name."),
+]
 BudgetText = Annotated[
     str | None,
     typer.Option(
@@ -167,15 +176,6 @@ def check_output(output: Path, inputs: list[str], force: bool) -> None:
     if not output.parent.is_dir():
         raise UsageError(f"the folder {output.parent} does not exist: create it, or give another -o")
     check_place(output)
-
-
-def check_artifact_name(output: Path) -> None:
-    """Raises UsageError for a name that other tools would take for a format of theirs and load wrongly."""
-    if output.suffix.lower() in FOREIGN:
-        raise UsageError(
-            f"the output {output.name} would be taken for a {output.suffix} file and loaded wrongly: "
-            f"name it {output.with_suffix('.nstf').name}"
-        )
 
 
 def parse_formats(text: str | None) -> tuple[str, ...] | None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help="An .nstf file, or a model as for convert.")],
+    model: Annotated[
+        str, typer.Argument(callback=options.at_home, help="An .nstf file, or a model as for convert.")
+    ],
     tokens: Annotated[int, typer.Option(min=1, max=1 << 27, help="Tokens of the prefill pass.")] = 128,
     batch: Annotated[int, typer.Option(min=1, max=1 << 20, help="Sequences at a time.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 and so on (ROCm is called cuda).")] = "cpu",

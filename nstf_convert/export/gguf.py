@@ -94,8 +94,12 @@ def _layout(artifact: Artifact) -> tuple[dict[str, Any], str, list[names.Placed]
         name, architecture = names.architecture_of(stated)
         config = dict(completed(stated))  # older files say rope_scaling and rope_theta
     # A tied head is left out: llama.cpp takes the table, as transformers does.
-    stored = [n for n in artifact.names() if not (n == "lm_head.weight" and artifact.stored_name(n) != n)]
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    stored = artifact.names()
+    if {table, head} <= set(stored) and artifact.stored_name(table) == artifact.stored_name(head):
+        stored = [name for name in stored if name != head]
     with as_stated(artifact, "gguf"):
+        names.check(name, config)
         placed = names.placed(name, architecture, config, stored)
     for place in placed:
         shape = artifact.record(place.source).shape

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.attention_windows import windows_of
 from nstf_convert.checkpoint.gguf_arch import ARCHITECTURES, TOP, Architecture
 
 # Architectures whose metadata is written here; the others of the table are read, not written.
 WRITTEN = ("llama", "qwen2", "qwen3", "gemma3")
+# Of these llama.cpp reads biases, and only some.
+_BIASED = ("llama", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def placed(
         if ggml is None and stem.startswith("model.layers."):
             layer, _, module = stem.removeprefix("model.layers.").partition(".")
             ggml = f"blk.{layer}.{parts[module]}" if module in parts else None
-        if ggml is None or suffix not in ("weight", "bias"):
+        if ggml is None or suffix not in ("weight", "bias")[: 1 + (name in _BIASED)]:
             raise UnsupportedError(f"target 'gguf': tensor {source!r} has no place in GGUF's {name}")
         heads = 0
         if architecture.permuted and module_of(source) in ("q_proj", "k_proj"):
@@ -62,6 +65,16 @@ def placed(
         offset = 1.0 if architecture.offset_norms and ggml.endswith("norm") else 0.0
         found.append(Placed(f"{ggml}.{suffix}", source, heads, offset))
     return found
+
+
+def check_windows(target: str, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for a model whose layers slide over less than its context, in a graph that has no windows."""
+    context = int(config["max_position_embeddings"])
+    if narrow := [window for window in windows_of(config) if 0 < window < context]:
+        raise UnsupportedError(
+            f"target {target!r}: {len(narrow)} layers slide over {narrow[0]} positions, and there they would see all "
+            f"{context}: target 'hf' keeps them"
+        )
 
 
 def module_of(name: str) -> str:
@@ -78,11 +91,10 @@ def interleaved(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 def write_metadata(writer: Any, name: str, config: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
     """Adds the architecture's settings; gives back Llama 3's rope factors when the model has them.
 
-    Raises UnsupportedError for a setting that llama.cpp's graph of the architecture does not compute.
+    Raises UnsupportedError for a rope scaling that is not written.
     """
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     head_dim = int(config.get("head_dim") or hidden // heads)
-    _check_activation(name, config)
     writer.add_block_count(int(config["num_hidden_layers"]))
     writer.add_context_length(int(config["max_position_embeddings"]))
     writer.add_embedding_length(hidden)
@@ -96,7 +108,6 @@ def write_metadata(writer: Any, name: str, config: Mapping[str, Any]) -> np.ndar
     writer.add_vocab_size(int(config["vocab_size"]))
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     if name == "gemma3":
-        _check_gemma(config)
         writer.add_sliding_window(int(config["sliding_window"]))
         local = rope.get("sliding_attention") or {}
         writer.add_rope_freq_base_swa(float(local.get("rope_theta", 10000.0)))
@@ -134,6 +145,15 @@ def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> np.nd
     return found.astype(np.float32)
 
 
+def check(name: str, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for a setting that llama.cpp's graph of the architecture does not compute."""
+    _check_activation(name, config)
+    if name == "gemma3":
+        _check_gemma(config)
+    else:
+        check_windows("gguf", config)
+
+
 def _check_activation(name: str, config: Mapping[str, Any]) -> None:
     wanted = ("gelu_pytorch_tanh",) if name == "gemma3" else ("silu", "swish")
     used = config.get("hidden_activation") or config.get("hidden_act") or wanted[0]
@@ -142,12 +162,15 @@ def _check_activation(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_gemma(config: Mapping[str, Any]) -> None:
-    """llama.cpp's Gemma 3 has every sixth layer attend to all, scales queries by the head's size, and caps no logits."""
+    """llama.cpp's Gemma 3 has every sixth layer attend to all, scales queries by the head's size, caps no logits, looks back
+    alone, and scales the positions of no other layer."""
     layers = config.get("layer_types") or []
     expected = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(len(layers))]
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     scale = int(config["hidden_size"]) // heads if config["num_hidden_layers"] == 62 else head_dim
     capped = config.get("final_logit_softcapping") or config.get("attn_logit_softcapping")
-    if layers != expected or config.get("query_pre_attn_scalar", scale) != scale or capped:
+    local = ((config.get("rope_parameters") or {}).get("sliding_attention") or {}).get("rope_type", "default")
+    other = capped or config.get("use_bidirectional_attention") or local != "default"
+    if layers != expected or config.get("query_pre_attn_scalar", scale) != scale or other:
         raise UnsupportedError("target 'gguf': the model's attention is not that of llama.cpp's gemma3")

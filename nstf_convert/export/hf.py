@@ -55,14 +55,14 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, dtype: str | None,
 
 
 def exported_names(artifact: Artifact) -> list[str]:
-    """The parameters to write: stored ones, and shared ones that transformers would not tie by itself.
+    """The parameters to write: each but those that transformers ties to another that is written, whichever of the two is
+    stored here.
 
     Leaving out more would make transformers fill the hole with random values.
     """
-    tied = tied_by_transformers(artifact)
-    return [
-        n for n in artifact.names() if artifact.stored_name(n) == n or tied.get(n) != artifact.stored_name(n)
-    ]
+    tied, names = tied_by_transformers(artifact), artifact.names()
+    where = {name: artifact.stored_name(name) for name in names}
+    return [n for n in names if tied.get(n) not in where or where[tied[n]] != where[n]]
 
 
 def copy_files(artifact: Artifact, folder: Path, config: dict[str, Any]) -> None:

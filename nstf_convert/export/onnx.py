@@ -85,5 +85,8 @@ def _config(artifact: Artifact) -> dict[str, object]:
 
 
 def _names(artifact: Artifact) -> list[str]:
-    """Stored tensors; a head that shares the table is the table."""
-    return [n for n in artifact.names() if artifact.stored_name(n) == n]
+    """Stored tensors; a head that shares the table is the table, under whichever name it is stored."""
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    names = [n for n in artifact.names() if artifact.stored_name(n) == n]
+    turned = table in artifact.names() and artifact.stored_name(table) == head
+    return [table if turned and n == head else n for n in names]

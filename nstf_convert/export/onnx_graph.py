@@ -13,7 +13,7 @@ import numpy as np
 from nstf.errors import UnsupportedError
 from nstf.kernels.formats import EncodedTensor
 from nstf_convert.export import onnx_weights as weights
-from nstf_convert.export.gguf_names import llama3_factors
+from nstf_convert.export.gguf_names import check_windows, llama3_factors
 
 MICROSOFT = "com.microsoft"
 OPSET = 18
@@ -37,6 +37,7 @@ def check(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"target 'onnx': rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
         )
+    check_windows("onnx", config)
 
 
 def head_dim(config: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact import write_artifact
-from nstf_convert.inputs import check_place, check_still_free, keep_inputs
+from nstf_convert.inputs import check_artifact_name, check_place, check_still_free, keep_inputs
 from nstf_convert.options import ConvertOptions, ConvertResult
 from nstf_convert.pipeline import frontier as frontiers
 from nstf_convert.pipeline import mix as mixes
@@ -237,6 +237,7 @@ def _check_output(options: ConvertOptions) -> None:
     keep_inputs(options.output, [options.model, *options.datasets, options.calibration])
     if options.output.is_dir():
         raise UsageError(f"the output {options.output} is a folder: give a file in it")
+    check_artifact_name(options.output)
     if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     if not options.output.parent.is_dir():

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nstf.analyzers.roles import role_of
@@ -131,6 +132,7 @@ def of_artifact(artifact: Artifact, kv_bits: float = 16.0) -> Model:
     config = artifact.config()
     names = [n for n in artifact.names() if artifact.stored_name(n) == n]
     stored = {n: (artifact.record(n).tree, artifact.record(n).shape) for n in names}
+    aliases = {n: artifact.stored_name(n) for n in artifact.names() if n not in stored}
 
     def first_problem(ranks: int) -> str | None:
         try:
@@ -140,7 +142,7 @@ def of_artifact(artifact: Artifact, kv_bits: float = 16.0) -> Model:
         return next((f"{n}: {p.problem}" for n, p in parts.items() if p.problem is not None), None)
 
     problem = cache(first_problem)
-    return _model(artifact.path.name, config, stored, kv_bits, problem, latent=False)
+    return _model(artifact.path.name, config, stored, kv_bits, problem, latent=False, aliases=aliases)
 
 
 def of_config(name: str, config: Mapping[str, Any], encoding: str, kv_bits: float = 16.0) -> Model:
@@ -150,10 +152,6 @@ def of_config(name: str, config: Mapping[str, Any], encoding: str, kv_bits: floa
     """
     shapes = _shapes(config)
     stored = {n: (tree_of(encoding, n, s), s) for n, s in shapes.items()}
-    text = _text_of(config)
-    table, head = _ends(shapes, getattr(text, "vocab_size", None))
-    if table is not None and head is not None and getattr(text, "tie_word_embeddings", False):
-        del stored[head]
     problem = cache(partial(_first_problem, config, stored))
     return _model(f"{name}, {encoding}", config, stored, kv_bits, problem, latent=True)
 
@@ -194,6 +192,7 @@ def _model(
     kv_bits: float,
     problem: Callable[[int], str | None],
     latent: bool,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Model:
     text = _text_of(config)
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
@@ -206,6 +205,12 @@ def _model(
     layers: list[list[Matrix]] = [[] for _ in range(facts.layers)]
     at = _layer_numbers(stored, facts.layers)
     ends = _ends({n: shape for n, (_, shape) in stored.items()}, facts.vocab)
+    if ends[0] is None and ends[1] is not None:
+        # A checkpoint may keep a tied table under the head's name.
+        shared = {n: stored[ends[1]][1] for n, kept_as in aliases.items() if kept_as == ends[1]}
+        if (named := _ends(shared, facts.vocab)[0]) is not None:
+            stored = {named if n == ends[1] else n: value for n, value in stored.items()}
+            ends = (named, None)
     table = head = None
     kept = 0
     for path, (tree, shape) in stored.items():
@@ -348,11 +353,11 @@ def _first_problem(
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Names and shapes of the weights that a config asks for; nothing is allocated."""
+    """Names and shapes of the weights that a config asks for, tied ones once; nothing is allocated."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nstf.runtime.skeleton import no_hub_kernels, parameters_on_meta
+    from nstf.runtime.skeleton import no_hub_kernels, parameter_names, parameters_on_meta
 
     try:
         check_config(config, _CONFIG_LIMITS, "the config")
@@ -366,7 +371,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         raise UnsupportedError(
             f"transformers cannot build a model of type {text.model_type!r}: {' '.join(str(error).split())[:200]}"
         ) from error
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in parameter_names(model)}
     if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
         raise UsageError(f"the config's sizes make {empty} a tensor without elements: {list(shapes[empty])}")
     return shapes

@@ -89,6 +89,27 @@ def test_records_without_a_text_are_passed_over(tmp_path: Path) -> None:
     assert list(load_text(tmp_path / "x.parquet")) == ["a", ""]
 
 
+def test_a_row_of_parquet_without_a_text_has_it_in_another_column(tmp_path: Path) -> None:
+    """As a line of JSON: a first column of nulls hid the text of the second."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chat = [{"role": "user", "content": "chat"}]
+    rows: list[dict[str, Any]] = [{"text": f"{i}" if i % 300 else None} for i in range(1, 1000)]
+    rows += [{"content": "c"}, {}, {"text": "a", "content": "not this"}, {"messages": []}]
+    rows += [{"messages": [], "prompt": "p"}, {"messages": chat, "prompt": "not this"}] + [
+        {"prompt": "end"}
+    ] * 600
+    columns = {name: [row.get(name) for row in rows] for name in ("text", "content", "messages", "prompt")}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet", row_group_size=700)
+    expected = [row["text"] for row in rows[:999] if row["text"]]
+    expected += ["c", "a", "", "p", "chat"] + ["end"] * 600
+    assert list(load_text(tmp_path / "x.parquet")) == expected
+    assert list(load_text(tmp_path / "x.parquet", "content")) == ["c", "not this"]
+    # What holds no texts is not looked at: pictures under one of the names.
+    columns = {"text": ["a", None], "content": [b"\xff", b"\xff"], "prompt": [None, "b"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "y.parquet")
+    assert list(load_text(tmp_path / "y.parquet")) == ["a", "b"]
+
+
 @pytest.mark.parametrize("name, content", [("x.jsonl", '{"text": "a"}\n'), ("x.txt", "a")])
 def test_the_mark_of_an_encoding_is_no_text(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8-sig")

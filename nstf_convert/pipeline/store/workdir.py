@@ -264,7 +264,8 @@ class WorkDir:
         """`seed was 0, now 1`; files by their names where those are known, never by digests."""
         if key not in self._names:
             return f"{key} was {_short(found.get(key))}, now {_short(job.get(key))}"
-        before, now = called.get(key, "another"), self._names[key]
+        before = called.get(key, "another") if key in found else None
+        now = self._names[key] if key in job else None
         return (
             f"{key}: {_said(now)} has changed"
             if before == now

@@ -99,8 +99,9 @@ def write(
     metadata: dict[str, Any],
     kind: "gguf.GGMLQuantizationType | None" = None,
     tokenizer: bool = False,
+    pre: str = "smollm",
 ) -> Path:
-    """A GGUF file; matrices are quantised to `kind`, vectors stay float32."""
+    """A GGUF file; matrices are quantised to `kind`, vectors stay float32. pre: how its tokenizer splits text."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         full = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{key}"
@@ -115,7 +116,7 @@ def write(
         else:
             writer.add_array(full, value)
     if tokenizer:
-        add_tokenizer(writer)
+        add_tokenizer(writer, pre)
     for name, value in tensors.items():
         if kind is not None and value.ndim > 1:
             writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
@@ -128,7 +129,7 @@ def write(
     return path
 
 
-def add_tokenizer(writer: Any) -> None:
+def add_tokenizer(writer: Any, pre: str) -> None:
     """A byte-level BPE vocabulary of 96 tokens: specials, printable ASCII, a few merges."""
     letters = [chr(c) for c in range(ord("!"), ord("~") + 1) if chr(c) not in "{|}~`^"][:86]
     merges = ["h e", "l l", "he ll", "hell o"]
@@ -136,7 +137,7 @@ def add_tokenizer(writer: Any) -> None:
     tokens += ["he", "ll", "hell", "hello"]
     tokens += [f"<pad{i}>" for i in range(96 - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
     writer.add_token_merges(merges)

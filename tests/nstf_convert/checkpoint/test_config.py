@@ -85,6 +85,58 @@ def test_older_spellings_pass() -> None:
     assert (config, dropped) == (raw, [])
 
 
+def test_text_that_only_the_modeling_file_of_deberta_reads_passes(tmp_path: Path) -> None:
+    """As microsoft/deberta-v3-base states it: without these two there is neither a norm nor attention by positions."""
+    import torch
+    import transformers
+
+    stated = {"norm_rel_ebd": "layer_norm", "pos_att_type": "p2c|c2p", "conv_act": "gelu"}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.DebertaV2Config(
+        vocab_size=100, relative_attention=True, position_buckets=16, share_att_key=True, **sizes, **stated
+    )
+    model = transformers.DebertaV2Model(config)
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | stated  # saved as a list
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.config is not None
+        assert {key: checkpoint.config[key] for key in stated} == stated
+        assert not [note for note in checkpoint.notes if "no place" in note]
+        again = transformers.DebertaV2Model(transformers.DebertaV2Config.from_dict(checkpoint.config)).eval()
+        again.load_state_dict({name: checkpoint.get(name) for name in checkpoint.names()})
+    tokens = torch.arange(5, 35)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens)[0], model.eval()(tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("outer", "name", "inner"),
+    [
+        ("upernet", "backbone_config", {"model_type": "convnext", "out_features": ["stage1", "stage4"]}),
+        ("speech-encoder-decoder", "encoder", {"model_type": "wav2vec2", "feat_extract_norm": "layer"}),
+        ("dbrx", "ffn_config", {"ffn_act_fn": {"name": "silu"}}),
+    ],
+)
+def test_text_of_a_sub_config_of_any_class_passes(outer: str, name: str, inner: dict[str, Any]) -> None:
+    raw = {"model_type": outer, name: inner}
+    assert filter_config(raw, "config.json") == (raw, [])
+    timm = {"model_type": "timm_backbone", "backbone": "resnet50"}
+    kept, dropped = filter_config({"model_type": outer, name: timm}, "config.json")
+    assert kept[name] == {"model_type": "timm_backbone"} and dropped == [f"{name}.backbone"]
+
+
+def test_the_kinds_of_nemotrons_layers_pass() -> None:
+    """As NVIDIA states them; with 98 layers, a letter each. Left out, the layers were those of another model."""
+    from transformers import NemotronHConfig
+
+    pattern = "M-M-M*-" * 14
+    raw = {"model_type": "nemotron_h", "num_hidden_layers": 98, "hybrid_override_pattern": pattern}
+    config, dropped = filter_config(raw, "config.json")
+    assert (config, dropped) == (raw, [])
+    assert len(NemotronHConfig.from_dict(config).layer_types) == 98
+
+
 def test_no_module_of_the_folder_is_imported(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder, canary = make_folder("LlamaForCausalLM"), tmp_path / "canary"
     code = f"import pathlib; pathlib.Path({str(canary)!r}).write_text('run')\n"

@@ -82,6 +82,36 @@ def test_safetensors_are_preferred_over_pickles(make_folder: Callable[..., Path]
         assert checkpoint.kind == "safetensors"
 
 
+def test_the_words_of_every_usual_tokenizer_are_kept_and_downloaded(llama_folder: Path) -> None:
+    """DeBERTa's, as it is on the hub, are in spm.model alone; Marian's in two files of SentencePiece."""
+    from fnmatch import fnmatch
+
+    from nstf_convert.checkpoint import hub
+
+    # Of transformers' classes, some of which need packages that are not here.
+    names = {
+        "spm.model",
+        "sentencepiece.model",
+        "source.spm",
+        "target.spm",
+        "target_vocab.json",
+        "spm_char.model",
+    }
+    names |= {
+        "video_preprocessor_config.json",
+        "bpe.codes",
+        "vocab-src.json",
+        "vocab-tgt.json",
+        "prophetnet.tokenizer",
+        "entity_vocab.json",
+    }
+    for name in names:
+        (llama_folder / name).write_bytes(b"{}")
+    with open_checkpoint(llama_folder) as checkpoint:
+        assert names <= set(checkpoint.files())
+    assert not [n for n in names if not any(fnmatch(n, pattern) for pattern in hub.PATTERNS)]
+
+
 def test_a_hub_name_without_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 

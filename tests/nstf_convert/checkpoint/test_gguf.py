@@ -23,6 +23,16 @@ from nstf_convert.checkpoint.gguf_reader import header_for_transformers
 from tests.nstf_convert.checkpoint.conftest import tiny
 from tests.nstf_convert.checkpoint.gguf_files import ggml_tensors, metadata_of, state, write
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 2.0, "beta_slow": 0.01,
+}  # fmt: skip
+YARN_KEYS = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
+    "rope.scaling.yarn_beta_fast": 2.0, "rope.scaling.yarn_beta_slow": 0.01,
+}  # fmt: skip
+PHI3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -66,7 +76,22 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 7},
         {"attention.key_length": 16, "attention.sliding_window": 8},
     ),
-    "phi3": ("phi3", "Phi3ForCausalLM", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, {}),
+    "phi3": ("phi3", "Phi3ForCausalLM", PHI3, {"attention.sliding_window": 0}),
+    "phi3-sliding": (
+        "phi3",
+        "Phi3ForCausalLM",
+        PHI3 | {"sliding_window": 8},
+        {"attention.sliding_window": 8},
+    ),
+    "linear": ("llama", "LlamaForCausalLM", LINEAR, {"rope.scaling.factor": 4.0}),
+    "linear-of-2023": ("llama", "LlamaForCausalLM", LINEAR, {"rope.scale_linear": 4.0}),
+    "yarn": ("qwen2", "Qwen2ForCausalLM", {"rope_parameters": YARN}, YARN_KEYS),
+    "qwen3-biased": (
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {"head_dim": 16, "attention_bias": True},
+        {"attention.key_length": 16},
+    ),
 }
 
 
@@ -99,6 +124,14 @@ def test_tensors_and_logits_are_those_of_the_original(tmp_path: Path, case: str)
     ids = torch.arange(24)[None] % 96
     with torch.no_grad():
         torch.testing.assert_close(rebuilt(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_biases_that_the_class_does_not_add_leave_a_file_without_a_model(tmp_path: Path) -> None:
+    model = randomised("LlamaForCausalLM", {"attention_bias": True})
+    tensors = {n: t for n, t in ggml_tensors(model, "llama").items() if "output.bias" not in n}
+    with open_checkpoint(write(tmp_path / "m.gguf", "llama", tensors, metadata_of(model))) as checkpoint:
+        assert checkpoint.architecture is None and "blk.0.attn_q.bias" in checkpoint.names()
+        assert "proj.bias' has no place in LlamaForCausalLM" in checkpoint.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -184,6 +217,27 @@ def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
         assert rebuilt.encode(text) == original.encode(text)
     assert rebuilt.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("pre", "stated", "begins"),
+    [("smollm", None, False), ("llama-bpe", None, True), ("tekken", None, True), ("llama-bpe", False, False)],
+)
+def test_a_text_begins_as_llama_cpp_begins_it(
+    tmp_path: Path, pre: str, stated: bool | None, begins: bool
+) -> None:
+    """Files of Llama 3 from its first months do not say that they begin with a token: llama.cpp knows it by their rules."""
+    model = tiny("LlamaForCausalLM")
+    keys = {} if stated is None else {"tokenizer.ggml.add_bos_token": stated}
+    path = write(
+        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys, None, True, pre
+    )
+    (tmp_path / "out").mkdir()
+    with open_checkpoint(path) as checkpoint:
+        for name, data in checkpoint.files().items():
+            (tmp_path / "out" / name).write_bytes(data)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")("hello")["input_ids"]
+    assert (tokens[0] == 1) is begins and len(tokens) == 1 + begins
 
 
 def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path: Path) -> None:

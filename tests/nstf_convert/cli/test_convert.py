@@ -95,6 +95,20 @@ def test_paths_may_begin_in_a_home_folder_that_the_shell_left_alone(
     assert done.code == 2 and f"--work-dir {tmp_path}/w.txt is a file" in done.err
 
 
+def test_a_model_may_be_in_a_home_folder_that_the_shell_left_alone(
+    nstf, pipeline, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(tiny.folder)
+    done = nstf("convert", "~/model", "-o", tmp_path / "m.nstf", *BUDGET)
+    assert done.code == 0, done.err
+    assert pipeline.options.model == str(tmp_path / "model")
+    done = nstf("diff", "~/model", "~/model")
+    assert done.code == 0 and "relative error  0, over all values" in done.out, (done.out, done.err)
+    done = nstf("convert", "~nobody-of-this-name/model", *BUDGET)
+    assert done.code == 2 and "there is no such user's home folder" in done.err
+
+
 def test_a_dataset_may_be_in_a_home_folder_that_the_shell_left_alone(
     nstf, pipeline, tiny, tmp_path, monkeypatch
 ):

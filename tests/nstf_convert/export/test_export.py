@@ -220,6 +220,47 @@ def test_models_without_a_place_are_refused(
     assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+LOCAL_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "changes", "message"),
+    [
+        ("gguf", "Qwen2", SLIDING, "slide over 8 positions, and there they would see all"),
+        ("onnx", "Qwen2", SLIDING, "slide over 8 positions, and there they would see all"),
+        ("gguf", "Qwen3", SLIDING, "slide over 8 positions, and there they would see all"),
+        ("gguf", "Qwen3", {"attention_bias": True}, r"proj\.bias' has no place in GGUF's qwen3"),
+        ("gguf", "Gemma3", {"attention_bias": True}, r"proj\.bias' has no place in GGUF's gemma3"),
+        (
+            "gguf",
+            "Gemma3",
+            {"use_bidirectional_attention": True},
+            "attention is not that of llama.cpp's gemma3",
+        ),
+        ("gguf", "Gemma3", {"rope_parameters": LOCAL_ROPE}, "attention is not that of llama.cpp's gemma3"),
+    ],
+)
+def test_what_the_engines_graph_does_not_compute_is_refused(
+    tiny: ModuleType, tmp_path: Path, target: str, kind: str, changes: dict[str, Any], message: str
+) -> None:
+    import transformers
+
+    from nstf.errors import UnsupportedError
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 64}
+    scale = {"query_pre_attn_scalar": 32} if kind == "Gemma3" else {}
+    config = getattr(transformers, f"{kind}{'Text' * bool(scale)}Config")(**sizes, **scale, **changes)
+    path = tiny.write(tmp_path, getattr(transformers, f"{kind}ForCausalLM")(config).eval())
+    with pytest.raises(UnsupportedError, match=message):
+        exports.export(path, exports.Request(target, tmp_path / f"out.{target}", allow_loss=True))
+    assert {p.name for p in tmp_path.iterdir()} == {"model.nstf"}
+
+
 def test_a_tokenizer_with_unknown_rules_is_refused() -> None:
     from nstf.errors import UnsupportedError
 
@@ -305,6 +346,33 @@ def test_neither_the_artifact_nor_another_model_is_replaced(
     assert (tmp_path / "config.json").read_text() == "mine"
     names = {p.name for p in tmp_path.iterdir() if p.is_file()}
     assert names == {"config.json", "m.README.md", "m.onnx", "m.onnx.data"}
+
+
+@pytest.mark.parametrize("target", exports.TARGETS)
+def test_a_tied_table_is_exported_alike_under_either_name(
+    artifact: Path, tmp_path: Path, target: str
+) -> None:
+    """A checkpoint may hold it as the head alone. It was written twice, and to ONNX not at all."""
+    from nstf.kernels.formats import EncodedTensor
+    from nstf.runtime.artifact import Shared, open_artifact, write_artifact
+
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    with open_artifact(artifact) as opened:
+        tensors: dict[str, EncodedTensor | Shared] = {
+            name: opened.encoded(name) for name in opened.names() if name not in (table, head)
+        }
+        files = {name: opened.file(name) for name in opened.file_names()}
+        kept = opened.encoded(table)
+        for stored, alias in ((table, head), (head, table)):
+            (tmp_path / stored).mkdir()
+            both = tensors | {stored: kept, alias: Shared(stored)}
+            write_artifact(tmp_path / stored / "m.nstf", both, files)
+    found = []
+    for stored in (table, head):
+        request = exports.Request(target, tmp_path / stored / "out", allow_loss=True)
+        _, written = exports.export(tmp_path / stored / "m.nstf", request)
+        found.append({n: (request.output / n).read_bytes() for n, _ in written})
+    assert found[0] == found[1]
 
 
 def test_the_spelling_of_older_configs_is_read(artifact: Path, tmp_path: Path) -> None:

@@ -243,6 +243,16 @@ def test_nor_is_one_replaced_that_appears_while_the_output_is_written(
     }  # fmt: skip
 
 
+def test_an_output_with_the_name_of_another_tools_file_is_refused_before_the_work(options) -> None:
+    """The command said so; from Python an artifact was written under the name."""
+    chosen = options(("ratio", 0.6))
+    with pytest.raises(
+        UsageError, match=r"would be taken for a \.gguf file and loaded wrongly: name it out\.nstf"
+    ):
+        convert(replace(chosen, output=chosen.output.with_name("out.gguf")))
+    assert not list(chosen.output.parent.glob("out*"))
+
+
 def test_an_output_that_is_a_link_to_nothing_is_refused_before_the_work(options) -> None:
     chosen = options(("ratio", 0.6))
     chosen.output.symlink_to("nowhere")

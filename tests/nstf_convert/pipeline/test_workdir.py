@@ -32,6 +32,9 @@ def test_differences_are_said_in_names_of_files(tmp_path):
         WorkDir(tmp_path / "w", {**JOB, "checkpoint": "00" * 32}, names=NAMES)
     with pytest.raises(UsageError, match=r"\(datasets: a.txt, now none\)"):
         WorkDir(tmp_path / "w", {**JOB, "datasets": []}, names={**NAMES, "datasets": []})
+    # What only one of two jobs reads has not changed.
+    with pytest.raises(UsageError, match=r"\(own_texts: none, now what ships\)"):
+        WorkDir(tmp_path / "w", {**JOB, "own_texts": "ab"}, names={**NAMES, "own_texts": "what ships"})
     # The same job under another name of the same file goes on.
     with WorkDir(tmp_path / "w", JOB, names={**NAMES, "checkpoint": "/elsewhere/model"}):
         pass

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf.runtime.artifact import open_artifact
+from nstf.kernels.formats import EncodedTensor
+from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf_convert.place.costs import Matrix, of_artifact, of_config, tree_of
 from nstf_convert.place.fabric import Fabric
 from nstf_convert.place.machine import read_machine
@@ -60,6 +61,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
+NEO = {"gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16}}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_and_tables_are_found_by_whatever_name_a_family_has_for_them(family: str) -> None:
     """They were small tensors of every rank where the list of layers is not called `layers`, and layers cost nothing."""
@@ -89,6 +93,45 @@ def test_keys_and_values_are_those_of_the_heads_that_are_stored(
     """Falcon 7B has one, and 71 were counted."""
     facts = of_config("m", config | {"num_hidden_layers": 2}, "bf16").facts
     assert facts.kv_ranks == heads and facts.kv_bytes == 2 * heads * 64 * 2
+
+
+def test_a_tied_table_costs_the_same_under_the_heads_name(tmp_path: Path) -> None:
+    """As safetensors leaves it where it drops one of two names. The first of two stages had no table, so no bytes."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    with open_artifact(artifact_of(tmp_path / "a.nstf", LLAMA)) as artifact:
+        stored: dict[str, EncodedTensor | Shared] = {
+            n: artifact.encoded(n) for n in artifact.names() if n not in names
+        }
+        stored |= {names[0]: artifact.encoded(names[1]), names[1]: Shared(names[0])}
+        write_artifact(tmp_path / "b.nstf", stored, {"config.json": artifact.file("config.json")})
+        usual = of_artifact(artifact)
+    with open_artifact(tmp_path / "b.nstf") as artifact:
+        turned = of_artifact(artifact)
+    assert turned.tied and (turned.table, turned.head) == (usual.table, usual.head)
+    assert turned.size_bytes == usual.size_bytes
+    plan = Plan(Layout(2), (Stage(((0,),), 0, 1), Stage(((1,),), 1, 2)))
+    one, other = (
+        Predictor(model, Fabric(read_machine("h200x2")), Load()).predict(plan) for model in (usual, turned)
+    )
+    assert one.memory == other.memory and one.step_s == other.step_s
+
+
+@pytest.mark.parametrize("family", ["biogpt", "trocr", "bert", "roberta", "gpt_neo"])
+def test_weights_and_cache_are_those_that_transformers_makes(family: str) -> None:
+    """BioGPT's head is an output_projection, BERT's bias has two names, and GPT-Neo's local layers keep all positions."""
+    import torch
+    import transformers
+
+    names = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(family, vocab_size=128, **names, **NEO.get(family, {}))
+    found = of_config("x", config.to_dict(), "bf16")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert found.size_bytes == 2 * sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        cache = model(torch.arange(100)[None], use_cache=True).past_key_values
+    if cache is not None:  # BERT's and RoBERTa's is for decoders alone
+        kept = sum(2 * (x.keys.numel() + x.values.numel()) for x in cache.layers)
+        assert kept == sum(found.facts.kv_bytes * min(100, w or 100) for w in found.facts.windows)
 
 
 def test_an_artifact_of_gpt2_costs_what_its_config_does(tmp_path: Path) -> None:
