@@ -13,7 +13,7 @@ from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, without_code
 # Of a token: merges are made of all places where one can be divided, in time that grows with the square.
 MOST_LETTERS = 4096
 # Rules of splitting that come with a first token in llama.cpp (llama-vocab.cpp).
-BEGINNING = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+BEGINNING = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
 
 
 def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:

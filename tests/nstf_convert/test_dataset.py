@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nstf.errors import NstfError, UsageError
-from nstf_convert import dataset
-from nstf_convert.dataset import fingerprint, first_documents, load_text, tokenise_windows
+from nstf_convert import windows as token_windows
+from nstf_convert.dataset import fingerprint, load_text
+from nstf_convert.windows import first_documents, tokenise_windows
 
 
 class Letters:
@@ -295,9 +296,7 @@ def test_windows_that_make_no_sense_are_refused(seq_len: int, fit: int, held: in
 
 
 def test_a_huge_dataset_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nstf_convert import dataset
-
-    monkeypatch.setattr(dataset, "POOL_CHARS", 1000)
+    monkeypatch.setattr(token_windows, "POOL_CHARS", 1000)
     taken = 0
 
     def endless() -> Any:
@@ -445,7 +444,7 @@ def test_half_a_character_is_named_with_its_line(tmp_path: Path, record: Any) ->
 def test_short_and_blank_documents_are_not_gathered_without_end(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset, "POOL_CHARS", 1 << 20)
+    monkeypatch.setattr(token_windows, "POOL_CHARS", 1 << 20)
 
     def endless() -> Iterator[str]:
         yield "some text"

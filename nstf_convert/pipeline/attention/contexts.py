@@ -17,8 +17,8 @@ from torch import Tensor
 from nstf.errors import UsageError
 from nstf.runtime import tokenizing
 from nstf.runtime.kv_formats import BLOCK
-from nstf_convert.dataset import first_documents
 from nstf_convert.pipeline.calibrate.text import readable
+from nstf_convert.windows import first_documents
 
 log = logging.getLogger("nstf")
 

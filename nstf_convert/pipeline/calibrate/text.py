@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import UnsupportedError, UsageError, out_of_memory
-from nstf_convert.dataset import Windows, load_text, tokenise_windows
+from nstf_convert.dataset import load_text
 from nstf_convert.made_up import longest_window, made_up_shape
 from nstf_convert.streamed import StreamedModel
+from nstf_convert.windows import Windows, tokenise_windows
 
 Batch = dict[str, Tensor]
 

@@ -9,6 +9,7 @@ from nstf.errors import UsageError
 from nstf_convert import dataset as texts
 from nstf_convert.pipeline.calibrate import statistics as calibrations
 from nstf_convert.pipeline.session import Session
+from nstf_convert.windows import first_documents, tokenise_windows
 
 # Windows that share this many tokens in a row with held-out text are left out.
 OVERLAP_TOKENS = 16
@@ -47,13 +48,13 @@ def _text_windows(session: Session, path: str, length: int, wanted: int, seed: i
     tokenizer = session.tokenizer()
     documents: list[str] = []
     characters = 0
-    for text in texts.first_documents(texts.load_text(path), MAX_CHARS_PER_TOKEN * MAX_WINDOWS * length):
+    for text in first_documents(texts.load_text(path), MAX_CHARS_PER_TOKEN * MAX_WINDOWS * length):
         documents.append(text)
         characters += len(text)
     wanted = min(wanted, MAX_WINDOWS, max(1, int(characters / (CHARS_PER_TOKEN * length))))
     while wanted:
         try:
-            found = texts.tokenise_windows(tokenizer, documents, length, wanted, 0, seed, path)
+            found = tokenise_windows(tokenizer, documents, length, wanted, 0, seed, path)
         except UsageError:
             wanted = int(wanted * LESS)
             continue
