@@ -224,11 +224,33 @@ class StreamedModel:
         if self.head is None:
             raise ValueError(f"{type(self.module).__name__} has no language model head")
         self.settle()
-        if "inputs_embeds" not in inspect.signature(type(self.module).forward).parameters:
+        if not self._takes_embeddings:
             return self.head(hidden)  # type: ignore[no-any-return]
         base, top = self._base, copy.copy(self.module)
         top._modules = {n: _Given(base) if m is base else m for n, m in self.module._modules.items()}
         return top(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """What the head's matrix is multiplied with for last hidden states [n, hidden]: them, or transformed ones."""
+        if self.head is None or not self.transforms:
+            return hidden
+        found: list[Tensor] = []
+        handle = self.head.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        try:
+            self.logits(hidden)
+        finally:
+            handle.remove()
+        return found[0].reshape(-1, found[0].shape[-1])
+
+    @property
+    def transforms(self) -> bool:
+        """Whether last hidden states go through layers before the head reads them."""
+        between = any(m is not self._base and m is not self.head for m in self.module.children())
+        return between and self._takes_embeddings
+
+    @property
+    def _takes_embeddings(self) -> bool:
+        return "inputs_embeds" in inspect.signature(type(self.module).forward).parameters
 
     def outputs(self, **inputs: Tensor) -> Tensor:
         """The main output of a model that is not a language model: logits, or the last hidden state, or what OUTPUTS names.

@@ -116,8 +116,11 @@ def test_logits_are_those_of_the_models_own_class(name: str) -> None:
     )
     with torch.no_grad():
         wanted = model(input_ids=ids).logits[0]
-        found = streamed.logits(streamed.hidden(ids)[0])
+        hidden = streamed.hidden(ids)[0]
+        found, read = streamed.logits(hidden), streamed.head_inputs(hidden)
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert read.shape[-1] == LANGUAGE[name].get("output_embedding_size", hidden.shape[-1])
+    assert (read is hidden) == (name not in ("ModernBertDecoder", "Roberta", "RemBert"))
 
 
 def test_torchs_own_attention_has_the_weights_of_the_checkpoint() -> None:
