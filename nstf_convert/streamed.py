@@ -11,6 +11,7 @@ import copy
 import inspect
 import re
 import threading
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -208,11 +209,20 @@ class StreamedModel:
     def hidden(self, ids: Tensor, cache: Any = None) -> Tensor:
         """The last hidden states of a text: ids [batch, tokens] -> [batch, tokens, hidden].
 
-        cache: a transformers Cache that holds the tokens before `ids` and takes theirs, or None.
+        cache: a transformers Cache that holds the tokens before `ids` and takes theirs, or None. Raises UnsupportedError
+        where transformers cannot run the model as its config has it.
         """
+        from nstf.runtime.generate import of_the_model
+
         self.settle()
         ids = ids.to(self.device)
-        out = self._base(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        try:
+            out = self._base(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        except Exception as error:
+            said = error if _is_ours(error) else of_the_model(error, self.module)
+            if said is error:
+                raise
+            raise said from error
         return out.last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -426,6 +436,12 @@ class StreamedModel:
         for caller in {module, self._readers.get(module, module)}:
             caller.register_forward_pre_hook(lambda *_: None if self._held[module] else load())
             caller.register_forward_hook(lambda *_: None if self._held[module] else drop(), always_call=True)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether code of this package raised it, a hook's for one: no config is to blame."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("nstf")
 
 
 class _Given(nn.Module):
