@@ -163,8 +163,8 @@ def _of_made_up(module: Any, inputs: dict[str, Any]) -> None:
             raise
         reason = " ".join(str(error).split())[:200]
         raise UsageError(
-            f"{type(module).__name__} does not run on {', '.join(inputs)} of the size that its config states ({reason}): nstf "
-            "profile makes no other inputs"
+            f"{type(module).__name__} does not run on {', '.join(inputs)} of the size that its config states ({reason}): "
+            "nstf profile makes no other inputs"
         ) from error
 
 
