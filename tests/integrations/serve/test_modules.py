@@ -221,7 +221,7 @@ def test_what_a_file_lets_no_text_contain_holds_by_the_engine_and_by_modules(
     [
         ("WhisperForConditionalGeneration", "does not continue a text: it reads input_features"),
         ("MusicgenForCausalLM", "each step writes several codes of a sound"),
-        ("SpeechT5ForTextToSpeech", "does not generate text: it scores no tokens"),
+        ("SpeechT5ForTextToSpeech", "does not generate text: it writes spectrograms"),
     ],
 )
 def test_a_model_that_writes_no_text_is_not_served(
