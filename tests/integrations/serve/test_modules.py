@@ -155,6 +155,21 @@ def test_an_answer_begins_as_the_model_says(
     assert status == 200 and found["choices"][0]["text"] == expected
 
 
+@pytest.mark.parametrize(("asked", "most"), [({}, 4096), ({"max_tokens": 9000}, 9000)])
+def test_an_answer_without_a_context_has_a_bound(
+    other: Callable[[str], Path], asked: dict[str, int], most: int
+) -> None:
+    """T5 states none: an answer that did not end by itself kept all others waiting for ever."""
+    service = Service(other("T5ForConditionalGeneration"), ServeOptions(name="x"))
+    try:
+        request = parse(json.dumps({"prompt": "The house", **asked}).encode(), False, "x")
+        answer = service.begin(request, lambda piece: None)
+        service.backend.cancel(answer)
+        assert answer.most == most
+    finally:
+        service.close()
+
+
 def test_a_prompt_beyond_a_context_of_another_name_is_refused(
     serve: Callable[..., Served], other: Callable[[str], Path]
 ) -> None:
