@@ -143,7 +143,7 @@ def test_layer_that_runs_several_times_sees_all_its_inputs(tmp_path, layers) -> 
 
 
 def test_a_head_behind_a_layer_of_another_width_has_the_moments_of_what_it_reads(
-    calibrated, tmp_path
+    calibrated, chosen, tmp_path
 ) -> None:
     """RemBERT's was given those of the last hidden states: a ValueError about their width."""
     sizes = {**TEXT, "bos_token_id": 1, "eos_token_id": 2, "output_embedding_size": 80, "is_decoder": True}
@@ -151,6 +151,7 @@ def test_a_head_behind_a_layer_of_another_width_has_the_moments_of_what_it_reads
     file = calibrated(folder)
     assert file.metadata["hessians"]["head"]["weights"] == ["cls.predictions.decoder.weight"]
     assert file.get("hessian:head").shape[-1] == 80
+    assert convert(chosen(folder, prefix=True, output=tmp_path / "prefix.nstf")).output.exists()
 
 
 def test_experts_that_are_given_their_rows_side_by_side_are_converted(calibrated, tmp_path) -> None:
