@@ -235,7 +235,7 @@ class ExpertMoments:
     """Second moments of the inputs of a mixture's expert stacks, pooled over experts, and each expert's tokens.
 
     Works on modules that hold `gate_up_proj` [experts, 2 * ffn, hidden] and `down_proj` [experts, hidden, ffn]
-    and are called as `experts(hidden_states, top_k_index, top_k_weights)` (transformers 5).
+    and are called as `experts(hidden_states, top_k_index, top_k_weights)` (transformers 5); of others the tokens alone.
     """
 
     def __init__(self, moments: InputMoments) -> None:
@@ -249,9 +249,15 @@ class ExpertMoments:
             if not self._moments.wants(name):
                 return
             hidden = args[0] if args else kwargs["hidden_states"]
-            index = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
             hidden = hidden.reshape(-1, hidden.shape[-1])
             gate_up = module.gate_up_proj
+            if index is None:
+                # Llama 4 gives every expert a row for each token, zeros where it was not chosen, and stores [experts, in,
+                # out], as below.
+                rows = hidden.reshape(gate_up.shape[0], -1, hidden.shape[-1])
+                self.tokens[name] = self.tokens.get(name, 0) + (rows != 0).any(dim=-1).sum(dim=-1)
+                return
             counts = torch.bincount(index.reshape(-1).clamp(max=gate_up.shape[0]), minlength=gate_up.shape[0])
             counts = counts[: gate_up.shape[0]]
             self.tokens[name] = self.tokens.get(name, 0) + counts

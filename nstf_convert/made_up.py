@@ -12,6 +12,8 @@ from nstf.runtime.artifact.header import short
 
 # Elements of one: images of 1,024 x 1,024 and more. Layers take many times the memory of their inputs.
 MOST_ELEMENTS = 1 << 22
+# Positions of a model whose config does not say how many it has.
+UNBOUNDED = 1 << 30
 
 
 def made_up_shape(sizes: Sequence[object]) -> tuple[int, ...]:
@@ -26,7 +28,7 @@ def made_up_shape(sizes: Sequence[object]) -> tuple[int, ...]:
 
 
 def longest_window(model: Any) -> int:
-    """The most tokens that a streamed model has positions for."""
+    """The most tokens that a streamed model has positions for; UNBOUNDED where it does not say."""
     config = model.module.config.get_text_config()
     limits = [
         getattr(config, n, None) for n in ("max_position_embeddings", "n_positions", "max_target_positions")
@@ -37,4 +39,4 @@ def longest_window(model: Any) -> int:
         # RoBERTa, ESM and others: from behind the one of padding.
         if "position" in path and isinstance(table, nn.Embedding) and table.padding_idx is not None:
             found.append(max(1, table.num_embeddings - table.padding_idx - 1))
-    return min(found or [1 << 30])
+    return min(found or [UNBOUNDED])

@@ -7,10 +7,12 @@ from encoded tensors) and a finished artifact, always in float32: bfloat16 arith
 a 135 M model, as much as a good 6-bit file.
 """
 
+import copy
 import inspect
 import re
 import threading
-from collections import Counter
+import traceback
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -196,34 +198,69 @@ class StreamedModel:
         head = get() if get is not None else None
         return head if isinstance(head, nn.Module) else None
 
-    def hidden(self, ids: Tensor, cache: Any = None) -> Tensor:
-        """The hidden states the head reads: ids [batch, tokens] -> [batch, tokens, hidden].
+    @property
+    def _base(self) -> nn.Module:
+        """The model below its head. Llama 4's text has it under another name than its class states."""
+        base: nn.Module = self.module.base_model
+        if base is self.module and (other := getattr(base, "model", None)) is not None:
+            return other  # type: ignore[no-any-return]
+        return base
 
-        cache: a transformers Cache that holds the tokens before `ids` and takes theirs, or None.
+    def hidden(self, ids: Tensor, cache: Any = None) -> Tensor:
+        """The last hidden states of a text: ids [batch, tokens] -> [batch, tokens, hidden].
+
+        cache: a transformers Cache that holds the tokens before `ids` and takes theirs, or None. Raises UnsupportedError
+        where transformers cannot run the model as its config has it.
         """
+        from nstf.runtime.generate import of_the_model
+
         self.settle()
         ids = ids.to(self.device)
-        out = self.module.base_model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        try:
+            out = self._base(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+        except Exception as error:
+            said = error if _is_ours(error) else of_the_model(error, self.module)
+            if said is error:
+                raise
+            raise said from error
         return out.last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states [n, hidden] -> [n, vocabulary], with the model's own scaling and capping."""
+        """Logits of last hidden states [n, hidden] -> [n, vocabulary].
+
+        By the forward of the model's own class, which may do more to them than multiply: transform them before its head
+        (BERT, ModernBERT's decoder), scale or cap the logits, each by a setting of another name.
+        """
         if self.head is None:
             raise ValueError(f"{type(self.module).__name__} has no language model head")
         self.settle()
-        logits: Tensor = self.head(hidden)
-        config = self.module.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):
-            logits = logits * scale
-        if scale := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
-            logits = logits * scale
-        if scaling := getattr(config, "logits_scaling", None):
-            # Granite divides by it, HyperCLOVA X multiplies.
-            factor = scaling if str(config.model_type).startswith("hyperclovax") else 1 / scaling
-            logits = logits * factor
-        if cap := getattr(config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        if not self._takes_embeddings:
+            return self.head(hidden)  # type: ignore[no-any-return]
+        base, top = self._base, copy.copy(self.module)
+        top._modules = {n: _Given(base) if m is base else m for n, m in self.module._modules.items()}
+        return top(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """What the head's matrix is multiplied with for last hidden states [n, hidden]: them, or transformed ones."""
+        if self.head is None or not self.transforms:
+            return hidden
+        found: list[Tensor] = []
+        handle = self.head.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        try:
+            self.logits(hidden)
+        finally:
+            handle.remove()
+        return found[0].reshape(-1, found[0].shape[-1])
+
+    @property
+    def transforms(self) -> bool:
+        """Whether last hidden states go through layers before the head reads them."""
+        between = any(m is not self._base and m is not self.head for m in self.module.children())
+        return between and self._takes_embeddings
+
+    @property
+    def _takes_embeddings(self) -> bool:
+        return "inputs_embeds" in inspect.signature(type(self.module).forward).parameters
 
     def outputs(self, **inputs: Tensor) -> Tensor:
         """The main output of a model that is not a language model: logits, or the last hidden state, or what OUTPUTS names.
@@ -399,6 +436,40 @@ class StreamedModel:
         for caller in {module, self._readers.get(module, module)}:
             caller.register_forward_pre_hook(lambda *_: None if self._held[module] else load())
             caller.register_forward_hook(lambda *_: None if self._held[module] else drop(), always_call=True)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether code of this package raised it, a hook's for one: no config is to blame."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("nstf")
+
+
+class _Given(nn.Module):
+    """In the place of a base model: gives back as last hidden states what it is given as embeddings."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_base"] = base  # no child: it is not run
+        if hasattr(base, "decoder"):  # OPT's head follows a part of the base
+            self.__dict__["decoder"] = self
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return _GivenStates(last_hidden_state=inputs_embeds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+
+class _GivenStates(OrderedDict[str, Any]):
+    """As an output of transformers that has nothing else."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.get(name)
 
 
 def _read_parts(kind: type[nn.Module]) -> set[str]:

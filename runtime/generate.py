@@ -126,6 +126,11 @@ def check_writes_text(model: Any) -> None:
             f"{kind} does not continue a text: it reads {reads}; give them to `generate` of a model that "
             "nstf.runtime.load loads"
         )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES as SPEAKERS
+
+    # By the names of their classes: some that write text do not say which module scores its tokens.
+    if any(base.__name__ in SPEAKERS.values() for base in type(model).__mro__):
+        raise UnsupportedError(f"{kind} does not generate text: it writes spectrograms of speech")
     if isinstance(getattr(model, "get_output_embeddings", lambda: None)(), torch.nn.ModuleList):
         raise UnsupportedError(f"{kind} does not generate text: each step writes several codes of a sound")
 

@@ -21,6 +21,8 @@ class Backend(ABC):
     name: str
     context: int
     vocab: int
+    # Tokens of an answer whose request states none, where no context bounds it.
+    usual_most: int | None = None
 
     def __init__(self, parallel: int, queue: int, metrics: Metrics) -> None:
         self._parallel, self._queue_size = parallel, queue

@@ -30,6 +30,9 @@ _OF_THE_MODEL = (
     *WORDING,
 )
 _NO_BOUND = 1 << 30  # tokens of a model that states no context
+_USUAL_MOST = (
+    4096  # of its answers, unless a request asks for more: one that never ends would keep all others waiting
+)
 
 
 class _Ended(Exception):
@@ -55,7 +58,9 @@ class ModulesBackend(Backend):
         own = model.generation_config
         model.generation_config = type(own)(**{name: getattr(own, name, None) for name in _OF_THE_MODEL})
         self._apart = answers_apart(getattr(model, "config", None))
-        self.context = stated_context(model) or _NO_BOUND
+        stated = stated_context(model)
+        self.context = stated or _NO_BOUND
+        self.usual_most = None if stated else _USUAL_MOST
         self.vocab = int(weight.shape[0])
         if sample and max(sample) < self.vocab:
             self._try_out(sample)

@@ -190,8 +190,9 @@ class Service:
         grammar = None if request.schema is None else self._grammars.of(request.schema)
         if grammar is not None:
             ends = self.prompts.turn_ends  # those that the grammar allows at its end
+        most = min(n for n in (room, limit, self.backend.usual_most) if n is not None)
         answer = Answer(
-            prompt, request.most or min(room, limit or room), request.settings, ends, request.stops, self.prompts.fast, emit,
+            prompt, request.most or most, request.settings, ends, request.stops, self.prompts.fast, emit,
             request.logprobs, grammar,
         )  # fmt: skip
         self.backend.submit(answer)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nstf_convert.gates.choices import Answers, Group
     from nstf_convert.gates.tasks import Question
 
-# Positions of a model whose config does not say how many it has.
+# Tokens of a question at most, for a model whose config does not say how many it has.
 POSITIONS = 2048
 
 
@@ -82,11 +82,12 @@ def measure_tasks(
 def answers(model: Any, tokenizer: Any, questions: "list[Question]") -> "Answers":
     """What a streamed model chooses. Raises UsageError when it is no language model."""
     from nstf_convert.gates.choices import answer, encode
+    from nstf_convert.made_up import UNBOUNDED, longest_window
 
     if not model.is_causal_lm:
         raise UsageError(f"--tasks needs a language model, and {type(model.module).__name__} is none")
-    config = model.module.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or POSITIONS
+    known = longest_window(model)
+    limit = known if known < UNBOUNDED else POSITIONS
     return answer(model, [encode(tokenizer, q, limit) for q in questions], questions)
 
 

@@ -1,5 +1,6 @@
 """`nstf profile`: FLOPs, bytes, intensity, roofline class and time of every operator of a model."""
 
+import inspect
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -130,11 +131,14 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
     vocabulary = getattr(config, "vocab_size", None)
     # Speech models have a vocabulary for their answers alone.
     two_sided = getattr(module.config, "is_encoder_decoder", False)
-    if not vocabulary or (two_sided and getattr(module, "main_input_name", "input_ids") != "input_ids"):
+    reads_text = "input_ids" in inspect.signature(module.forward).parameters
+    other = getattr(module, "main_input_name", "input_ids") != "input_ids"
+    # BEiT states a vocabulary, too, of pieces of images.
+    if not (vocabulary and reads_text) or (two_sided and other):
         inputs = {
             k: v.to(place) for k, v in synthetic_batches(module.config.to_dict(), batch, seed=0)[0].items()
         }
-        return (lambda: module(**inputs)), None
+        return (lambda: _of_made_up(module, inputs)), None
     limit = stated_context(module) if two_sided else getattr(config, "max_position_embeddings", None)
     if limit and tokens >= limit > 0:  # XLNet states -1: it has none
         raise UsageError(f"--tokens {tokens}: this model handles at most {limit - 1}")
@@ -147,6 +151,23 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
     if not module.can_generate():
         return (lambda: module(input_ids=ids)), None
     return (lambda: module(input_ids=ids, use_cache=True)), _decode(module, ids)
+
+
+def _of_made_up(module: Any, inputs: dict[str, Any]) -> None:
+    """Runs a model of other inputs than text. Raises UsageError where it does not take those that are made for it: that is
+    nobody's fault."""
+    from nstf.errors import NstfError, out_of_memory
+
+    try:
+        module(**inputs)
+    except Exception as error:
+        if isinstance(error, NstfError) or out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{type(module).__name__} does not run on {', '.join(inputs)} of the size that its config states ({reason}): "
+            "nstf profile makes no other inputs"
+        ) from error
 
 
 def _decode(module: Any, ids: Any) -> Any:

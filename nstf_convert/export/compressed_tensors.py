@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UnsupportedError
-from nstf.kernels.formats import EncodedTensor, bitpack, decode, stored_bytes
+from nstf.kernels.formats import EncodedTensor, bitpack, stored_bytes
 from nstf.kernels.formats.scales import read_scales
 from nstf.runtime.artifact import Artifact
 from nstf_convert.export import integers
 from nstf_convert.export.hf import copy_files, exported_names, files_bytes
-from nstf_convert.export.plan import ExportPlan, Item, without_attention_plan
+from nstf_convert.export.plan import ExportPlan, Item, decoded, without_attention_plan
 from nstf_convert.export.shards import Array, write_weights
 from nstf_convert.export.writing import Files, listed
 from nstf_convert.pipeline.propose.recipe import describe
@@ -51,7 +51,7 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
             schemes[name] = scheme
             there, arrays = scheme.word, packed_arrays(name, encoded, scheme, target)
         else:
-            there, arrays = target, {name: _dense(encoded, target)}
+            there, arrays = target, {name: _dense(name, encoded, target)}
             kind = _dense_kind(encoded, target)
         size = sum(a.size_bytes for a in arrays.values())
         here = stored_bytes(encoded.tree, encoded.shape)
@@ -78,7 +78,7 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, dtype: str | None,
         if item.name in schemes:
             arrays |= packed_arrays(item.name, encoded, schemes[item.name], target)
         else:
-            arrays[item.name] = _dense(encoded, target)
+            arrays[item.name] = _dense(item.name, encoded, target)
     write_weights(arrays, folder, shard_bytes)
     return listed(folder)
 
@@ -192,9 +192,9 @@ def _dense_kind(encoded: EncodedTensor, dtype: str) -> str:
     return ("widened" if wider else "exact") if same else "lossy"
 
 
-def _dense(encoded: EncodedTensor, dtype: str) -> Array:
+def _dense(name: str, encoded: EncodedTensor, dtype: str) -> Array:
     kind: torch.dtype = getattr(torch, dtype)
-    return Array(kind, tuple(encoded.shape), lambda: decode(encoded, kind))
+    return Array(kind, tuple(encoded.shape), partial(decoded, encoded, kind, name))
 
 
 def _scale(encoded: EncodedTensor, bits: int, kind: torch.dtype) -> Tensor:

@@ -125,7 +125,7 @@ def _announce(writer: Any, place: names.Placed, shape: tuple[int, ...], kind: st
 
 
 def _data(encoded: EncodedTensor, place: names.Placed, kind: str) -> np.ndarray[Any, Any]:
-    rows = blocks.pack(encoded, kind)
+    rows = blocks.pack(encoded, kind, place.source)
     if place.heads:
         rows = names.interleaved(rows.reshape(encoded.shape[0], -1), place.heads)
     if place.offset:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nstf.kernels.formats import EncodedTensor, Node, bitpack, decode
+from nstf.kernels.formats import EncodedTensor, Node, bitpack
 from nstf.kernels.formats.tree import Shape
 from nstf_convert.export import integers
+from nstf_convert.export.plan import decoded
 
 BLOCK = 32
 # Signed bits -> type. The numbers of a block's bytes: 2 for the scale, 4 for the fifth bits, the codes.
@@ -74,10 +75,11 @@ def size_of(kind: str, shape: Shape) -> int:
     return count * PLAIN_BYTES[kind] if kind in PLAIN_BYTES else count // BLOCK * BLOCK_BYTES[kind]
 
 
-def pack(encoded: EncodedTensor, kind: str) -> np.ndarray[Any, Any]:
-    """The rows of a tensor in a ggml type: uint8 [rows, bytes], float arrays for plain types (BF16 as bytes too)."""
+def pack(encoded: EncodedTensor, kind: str, name: str = "") -> np.ndarray[Any, Any]:
+    """The rows of a tensor in a ggml type: uint8 [rows, bytes], float arrays for plain types (BF16 as bytes too). name: for
+    messages. Raises UnsupportedError for values beyond the type."""
     if kind in DTYPES:
-        value = decode(encoded, DTYPES[kind])
+        value = decoded(encoded, DTYPES[kind], name)
         matrix = value.reshape(-1, value.shape[-1]).contiguous()
         return matrix.view(torch.uint8).numpy() if kind == "BF16" else matrix.numpy()
     if kind == "MXFP4":

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from nstf.errors import UnsupportedError
-from nstf.kernels.formats import decode, stored_bytes
+from nstf.kernels.formats import stored_bytes
 from nstf.runtime.artifact import Artifact
-from nstf_convert.export.plan import ExportPlan, Item, without_attention_plan
+from nstf_convert.export.plan import ExportPlan, Item, decoded, without_attention_plan
 from nstf_convert.export.shards import Array, write_weights
 from nstf_convert.export.writing import Files, listed
 from nstf_convert.pipeline.propose.recipe import describe
@@ -96,7 +96,7 @@ def tied_by_transformers(artifact: Artifact) -> dict[str, str]:
 
 
 def _decoded(artifact: Artifact, name: str, kind: torch.dtype) -> torch.Tensor:
-    return decode(artifact.encoded(name), kind)
+    return decoded(artifact.encoded(name), kind, name)
 
 
 def _dtype_of(artifact: Artifact, name: str, dtype: str | None) -> torch.dtype:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.kernels.formats import EncodedTensor, decode, stored_bytes
+from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.kernels.formats.scales import matrix_shape, per_column, read_scales
 from nstf.runtime.artifact import Artifact
 from nstf_convert.export import integers
 from nstf_convert.export import onnx_weights as weights
-from nstf_convert.export.plan import ExportPlan, Item
+from nstf_convert.export.plan import ExportPlan, Item, decoded
 from nstf_convert.export.writing import Files, listed
 from nstf_convert.pipeline.propose.recipe import describe
 
@@ -74,7 +74,7 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
             nodes += _dequantised(model, item.name, encoded, _dtype(tensor))
             model.graph.initializer.remove(tensor)
         else:
-            value = decode(encoded, getattr(torch, _dtype(tensor)))
+            value = decoded(encoded, getattr(torch, _dtype(tensor)), item.name)
             tensor.CopyFrom(_constant(item.name, value))
     replaced = {item.name for item in plan.items if "bit" in item.there}
     for value in [v for v in model.graph.input if v.name in replaced]:

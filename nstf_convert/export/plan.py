@@ -12,7 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nstf.errors import UnsupportedError
+from nstf.kernels.formats import EncodedTensor, decode
 from nstf.runtime.artifact import Artifact
 
 # What reading a stranger's JSON key by key raises.
@@ -102,6 +106,22 @@ def as_stated(artifact: Artifact, target: str) -> Iterator[None]:
             f"{artifact.path}: target {target!r} cannot be written of what its config.json and tokenizer say "
             f"({type(error).__name__}: {str(error)[:200]}); fetch or convert it again"
         ) from error
+
+
+def decoded(encoded: EncodedTensor, kind: torch.dtype, name: str) -> Tensor:
+    """The dense tensor in a dtype. Raises UnsupportedError where rounding would make infinities of numbers: that is no loss
+    that anybody allows, but another model. Stored scales are float16 themselves, so they fit."""
+    value = decode(encoded, kind)
+    if value.is_floating_point() and bool(value.isinf().any()):
+        exact = decode(encoded)
+        beyond = value.isinf() & exact.isfinite()
+        if bool(beyond.any()):
+            word = str(kind).removeprefix("torch.")
+            raise UnsupportedError(
+                f"tensor {name!r} has values up to {exact[beyond].abs().max():.3g}, which {word} does not hold: they would "
+                "be infinities; give a `dtype` that holds them, bfloat16 or float32"
+            )
+    return value
 
 
 def without_attention_plan(artifact: Artifact, target: str) -> tuple[str, ...]:

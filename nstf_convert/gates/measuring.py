@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nstf.errors import UsageError, out_of_memory
+from nstf.errors import UnsupportedError, UsageError, out_of_memory
 from nstf_convert.gates import evaluate as gates
 from nstf_convert.gates.sides import Side
 from nstf_convert.made_up import longest_window
@@ -47,7 +47,7 @@ def measure(
             raise UsageError(f"{test.where} holds no tokenizer: a language model cannot be measured on text")
         try:
             found, tokens = _language(before, after, tokenizer, text, seq_len, windows), seq_len
-        except (IndexError, RuntimeError) as error:
+        except (IndexError, UnsupportedError) as error:
             tokens = longest_window(before)
             if seq_len <= tokens or out_of_memory(error):
                 raise

@@ -220,6 +220,8 @@ _KINDS = (
     (b"PK\x03\x04", "a zip archive, or a file of torch.save"),
     (b"%PDF", "a PDF"),
 )
+# What follows an ONNX file's version: its producer's name or version, or the graph at once.
+_AFTER_ONNX_VERSION = (0x12, 0x1A, 0x3A)
 
 
 def _other_kind(prefix: bytes) -> str:
@@ -227,6 +229,9 @@ def _other_kind(prefix: bytes) -> str:
     for magic, kind in _KINDS:
         if prefix.startswith(magic):
             return kind
+    # A length that damage made too large has zeros in its last four bytes, but for one.
+    if prefix[0] == 8 and prefix[2] in _AFTER_ONNX_VERSION and prefix[4:].count(0) < 3:
+        return "an ONNX file"
     if prefix.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"<"):
         return "an HTML or XML page"
     return "text" if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in prefix) else ""

@@ -73,6 +73,56 @@ def test_weights_that_a_parent_reads_are_those_of_the_checkpoint(name: str) -> N
     assert streamed.module.get_parameter("backbone.layers.0.mixer.dt_proj.weight").is_meta
 
 
+# How each goes from its last hidden states to logits: as it says, transformed before the head, or scaled and capped.
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # its class calls a part of its base
+    "Llama4Text": {"intermediate_size_mlp": 48, "num_local_experts": 2},  # states a base that it has not
+    "ModernBertDecoder": {},  # a dense layer and a norm
+    "Roberta": {"is_decoder": True, "pad_token_id": 1},
+    "RemBert": {"is_decoder": True, "output_embedding_size": 40},  # another width
+    "RecurrentGemma": {"logits_soft_cap": 2.0, "lru_width": 32, "num_hidden_layers": 3},
+    "Gemma2": {"final_logit_softcapping": 2.0},
+    "Granite": {"logits_scaling": 3.0},
+    "Inkling": {"logits_mup_width_multiplier": 5.0},  # divides what the head reads
+    "CpmAnt": {},  # takes no embeddings
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_logits_are_those_of_the_models_own_class(name: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.5,
+    }
+    kind = "InklingText" if name == "Inkling" else name
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **LANGUAGE[name]})
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+    held, ids = dict(model.state_dict()), torch.arange(8)[None] + 3
+    streamed = StreamedModel(
+        {**config.to_dict(), "architectures": [type(model).__name__]}, held.__getitem__, held=held
+    )
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits[0]
+        hidden = streamed.hidden(ids)[0]
+        found, read = streamed.logits(hidden), streamed.head_inputs(hidden)
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert read.shape[-1] == LANGUAGE[name].get("output_embedding_size", hidden.shape[-1])
+    assert (read is hidden) == (name not in ("ModernBertDecoder", "Roberta", "RemBert"))
+
+
 def test_torchs_own_attention_has_the_weights_of_the_checkpoint() -> None:
     """It takes the weight of `out_proj`, too; SigLIP pools by it."""
     from transformers import SiglipVisionConfig, SiglipVisionModel

@@ -224,6 +224,11 @@ NO_TEXT: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "num_codebooks": 2},
         "each step writes several codes",
     ),
+    "SpeechT5ForTextToSpeech": (
+        "SpeechT5Config",
+        {"hidden_size": 32, "speech_decoder_postnet_units": 32, "speech_decoder_prenet_units": 32, **SIDES},
+        "does not generate text: it writes spectrograms",
+    ),
 }  # fmt: skip
 
 

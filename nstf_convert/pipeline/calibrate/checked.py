@@ -190,7 +190,10 @@ class _Check:
             windows = source["fit_windows"] if split == "fit" else self.facts[split]
             if self.facts[f"{split}_tokens"] != windows * tokens:
                 raise Problem(f"{split}_tokens is {self.facts[f'{split}_tokens']}")
-        return tokens, self._head_shape()[1]
+        width = self._head_shape()[1]
+        if self.model.transforms:  # what the head reads may be of another width (RemBERT)
+            width = int(getattr(self.model.module.config.get_text_config(), "hidden_size", width))
+        return tokens, width
 
     def _run(self, batch: Batch) -> tuple[int, ...]:
         """The shape of another model's reference: only the model itself can say which inputs it takes."""

@@ -237,7 +237,7 @@ class _Pass:
                 out = model_output(model, self._data, self._batches[index])
                 if HEAD in self._taken:
                     with self._turn(HEAD):
-                        head.add(HEAD, out.reshape(-1, out.shape[-1]))
+                        head.add(HEAD, model.head_inputs(out.reshape(-1, out.shape[-1])))
 
         def before(part: str) -> None:
             if (part != HEAD or HEAD in self._weight_of) and take(part):

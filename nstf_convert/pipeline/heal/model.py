@@ -171,7 +171,8 @@ def backward_of_divergence(
                 p = log_p.exp()
                 total += (p * (log_p - log_q)).sum(dtype=torch.float64)
                 gradient = (log_q.exp_() - p) / tokens
-            logits.backward(gradient.to(logits.dtype))  # type: ignore[no-untyped-call]
+            # Small weights of layers between, which are decoded once, are gone through again by the next rows.
+            logits.backward(gradient.to(logits.dtype), retain_graph=student.transforms)  # type: ignore[no-untyped-call]
     tensors, gradients = [hidden], [leaf.grad]
     for name, whole, part in parts:
         head._parameters[name] = whole  # type: ignore[union-attr, assignment]

@@ -55,7 +55,8 @@ def find_groups(session: Session, mix: Mapping[str, Recipe], batches: Sequence[B
     for key, entry in file.metadata["hessians"].items():
         weights = tuple(w for w in entry["weights"] if covered(w))
         if data.language and key == "head":
-            if weights:
+            # What a gate there sees are the last hidden states.
+            if weights and not model.transforms:
                 groups.append((len(calls), Group(key, "", weights)))
         elif weights and key in once:
             # The stream behind a convolution has its channels in the middle, and its rows are patches.

@@ -155,6 +155,21 @@ def test_an_answer_begins_as_the_model_says(
     assert status == 200 and found["choices"][0]["text"] == expected
 
 
+@pytest.mark.parametrize(("asked", "most"), [({}, 4096), ({"max_tokens": 9000}, 9000)])
+def test_an_answer_without_a_context_has_a_bound(
+    other: Callable[[str], Path], asked: dict[str, int], most: int
+) -> None:
+    """T5 states none: an answer that did not end by itself kept all others waiting for ever."""
+    service = Service(other("T5ForConditionalGeneration"), ServeOptions(name="x"))
+    try:
+        request = parse(json.dumps({"prompt": "The house", **asked}).encode(), False, "x")
+        answer = service.begin(request, lambda piece: None)
+        service.backend.cancel(answer)
+        assert answer.most == most
+    finally:
+        service.close()
+
+
 def test_a_prompt_beyond_a_context_of_another_name_is_refused(
     serve: Callable[..., Served], other: Callable[[str], Path]
 ) -> None:
@@ -221,7 +236,7 @@ def test_what_a_file_lets_no_text_contain_holds_by_the_engine_and_by_modules(
     [
         ("WhisperForConditionalGeneration", "does not continue a text: it reads input_features"),
         ("MusicgenForCausalLM", "each step writes several codes of a sound"),
-        ("SpeechT5ForTextToSpeech", "does not generate text: it scores no tokens"),
+        ("SpeechT5ForTextToSpeech", "does not generate text: it writes spectrograms"),
     ],
 )
 def test_a_model_that_writes_no_text_is_not_served(

@@ -277,6 +277,28 @@ def test_profile_runs_prompt_and_answer_of_an_encoder_decoder(nstf, tmp_path, na
     assert "encoder" in names and "decoder" in names
 
 
+VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"num_attention_heads": 2, "image_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "code", "message"),
+    [
+        ("BeitForImageClassification", {**VISION, "patch_size": 8}, 0, ""),
+        ("VideoMAEForVideoClassification", {**VISION, "patch_size": 8}, 2, "does not run on pixel_values of the size"),
+        ("Wav2Vec2ForCTC", {**SMALL, "num_attention_heads": 2, "num_conv_pos_embedding_groups": 2}, 2,
+         "nstf cannot make inputs for it"),
+    ],
+)  # fmt: skip
+def test_profile_gives_models_that_read_no_text_what_they_read(nstf, tmp_path, name, settings, code, message):
+    """They were given tokens where their config states a vocabulary, and the config was blamed."""
+    import transformers
+
+    model = getattr(transformers, name)
+    model(model.config_class(**settings)).save_pretrained(tmp_path)
+    result = nstf("profile", tmp_path, "--device-peak", "100,20", "--json")
+    assert result.code == code and message in result.err, result.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -87,6 +87,8 @@ def test_the_hint_after_an_export_names_the_class(tmp_path):
         (b"\n  <?xml version='1.0'?>", "an HTML or XML page"),
         (b"GGUF\x03\0\0\0" + bytes(64), "a GGUF file"),
         (b"PK\x03\x04\x14\0\x08\x08" + bytes(64), "a zip archive, or a file of torch.save"),
+        (b"\x08\x0a\x12\x04nstf:\xad\x78" + bytes(64), "an ONNX file"),
+        (b"\x08\x08\x3a\xad\x78\x0a\x4f\x0a" + bytes(64), "an ONNX file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "text"),
     ],
 )

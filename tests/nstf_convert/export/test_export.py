@@ -122,6 +122,31 @@ def test_loss_is_refused_until_it_is_allowed(lossy: Path, tmp_path: Path, capsys
     assert "lossy" in (tmp_path / "x" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("target", ["hf", "gguf", "compressed-tensors"])
+def test_values_beyond_a_type_are_no_loss_that_is_allowed(
+    lossy: Path, tmp_path: Path, capsys: Any, target: str
+) -> None:
+    """They became infinities without a word, of which the model computes NaN."""
+    from nstf.kernels.formats import decode
+    from nstf.quantizers import int_grid
+    from nstf.runtime.artifact import open_artifact, write_artifact
+
+    name, output = "model.layers.0.mlp.down_proj.weight", tmp_path / "x"
+    with open_artifact(lossy) as opened:
+        tensors = {n: opened.encoded(n) for n in opened.names()}
+        value = decode(tensors[name]) * (1e5 / decode(tensors[name]).abs().max())
+        tensors[name] = int_grid.encode(value, int_grid.Params(bits=4, group=32))
+        files = {n: opened.file(n) for n in opened.file_names()}
+        write_artifact(tmp_path / "large.nstf", tensors, files)
+    words = ["export", str(tmp_path / "large.nstf"), "--to", target, "-o", str(output), "--allow-loss"]
+    assert run([*words, "--dtype", "bfloat16"]) == 0
+    before = {p.name: p.read_bytes() for p in output.iterdir()}
+    assert run([*words, "--dtype", "float16", "--overwrite"]) == 6
+    error = capsys.readouterr().err
+    assert name in error and "which float16 does not hold" in error and "--dtype" in error
+    assert {p.name: p.read_bytes() for p in output.iterdir()} == before
+
+
 def test_an_older_export_is_replaced_only_when_asked(artifact: Path, tmp_path: Path, capsys: Any) -> None:
     words = ["export", str(artifact), "-o", str(tmp_path / "x")]
     assert run(words) == 0 and run(words) == 2

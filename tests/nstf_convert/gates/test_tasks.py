@@ -154,6 +154,25 @@ def test_contexts_lose_their_oldest_tokens_and_a_choice_that_is_too_long_is_name
         encode(tokenizer, question, 2)
 
 
+def test_questions_are_cut_to_the_positions_that_a_table_has_for_tokens(tiny) -> None:
+    """RoBERTa's begin behind the one of padding, so its config states more than it has."""
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    import nstf.runtime
+    from nstf_convert.cli.eval_tasks import answers
+    from nstf_convert.streamed import StreamedModel
+
+    config = RobertaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=34, is_decoder=True,
+    )  # fmt: skip
+    held = RobertaForCausalLM(config).state_dict()
+    model = StreamedModel({**config.to_dict(), "architectures": ["RobertaForCausalLM"]}, held.__getitem__)
+    question = Question("the cat sat on a mat " * 10, (" and", " then it"), 0, "7")
+    found = answers(model, nstf.runtime.load_tokenizer(tiny.same), [question])
+    assert all(math.isfinite(score) for score in found.scores[0])
+
+
 def test_spaces_that_are_missing_are_counted() -> None:
     right = Question("a cat", (" sat", ", and"), 0, "1")
     assert joined_without_space([right, Question("a cat", ("sat", " ran"), 0, "2")]) == 1

@@ -142,6 +142,26 @@ def test_layer_that_runs_several_times_sees_all_its_inputs(tmp_path, layers) -> 
     assert hessians[key]["tokens"] == 3 * 16 * layers
 
 
+def test_a_head_behind_a_layer_of_another_width_has_the_moments_of_what_it_reads(
+    calibrated, chosen, tmp_path
+) -> None:
+    """RemBERT's was given those of the last hidden states: a ValueError about their width."""
+    sizes = {**TEXT, "bos_token_id": 1, "eos_token_id": 2, "output_embedding_size": 80, "is_decoder": True}
+    folder = saved(tmp_path / "m", "RemBertForCausalLM", "RemBertConfig", sizes)
+    file = calibrated(folder)
+    assert file.metadata["hessians"]["head"]["weights"] == ["cls.predictions.decoder.weight"]
+    assert file.get("hessian:head").shape[-1] == 80
+    assert convert(chosen(folder, prefix=True, output=tmp_path / "prefix.nstf")).output.exists()
+
+
+def test_experts_that_are_given_their_rows_side_by_side_are_converted(calibrated, tmp_path) -> None:
+    """Llama 4's are called without the numbers of the chosen ones: a KeyError."""
+    sizes = {**GEMMA, "num_local_experts": 4, "intermediate_size_mlp": 96, "pad_token_id": 0}
+    folder = saved(tmp_path / "m", "Llama4ForCausalLM", "Llama4TextConfig", sizes)
+    tokens = calibrated(folder).get("experts:model.layers.0.feed_forward.experts")
+    assert len(tokens) == 4 and tokens.sum() == 4 * 16
+
+
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM"])
 def test_a_weight_that_is_computed_of_others_is_converted_and_runs(kind, chosen, tmp_path) -> None:
     """The convolution of positions has its weight from a magnitude and a direction: pricing it was a KeyError."""

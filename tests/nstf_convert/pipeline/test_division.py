@@ -105,3 +105,33 @@ def test_what_cannot_be_divided_is_refused_before_work(
     ]
     assert run([*words, "-o", str(tmp_path / "m.nstf")]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "m.nstf").exists()
+
+
+def test_layers_with_other_heads_each_are_refused_before_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4: heads are cut alike in all layers."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    monkeypatch.setattr(make, "make", lambda *_: pytest.fail("it was calibrated"))
+    config = Gemma4TextConfig(
+        vocab_size=50, vocab_size_per_layer_input=50, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=16,
+        num_kv_shared_layers=0, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Gemma4ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    words = [
+        "convert",
+        str(tmp_path / "gemma"),
+        "--budget",
+        "0.5",
+        "--effort",
+        "fast",
+        "--samples",
+        "2",
+        "--tp",
+        "2",
+    ]
+    assert run([*words, "-o", str(tmp_path / "m.nstf")]) == 6
+    assert "'gemma4_text' differ in head_dim" in capsys.readouterr().err
+    assert not (tmp_path / "m.nstf").exists()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nstf.kernels.formats import decode
+from nstf.kernels.formats import EncodedTensor, Node, decode, dense
 from nstf.kernels.formats.tuning import prepare, tunable
 from nstf.quantizers.stats import Stats
 from nstf.runtime.skeleton import build_skeleton
@@ -216,6 +216,38 @@ def test_an_untied_head_learns_in_every_step() -> None:
         hidden = student.hidden(ids)[0]
         heal_model.backward_of_divergence(teacher, target, student, hidden, 4)
         assert all(w.grad is not None and bool(w.grad.any()) for w in weights.values())
+
+
+def test_layers_before_a_head_get_the_gradients_of_all_rows() -> None:
+    """ModernBERT's decoder has a layer and a norm there, whose values are decoded once for all rows of logits."""
+    from transformers import ModernBertDecoderConfig
+
+    config = ModernBertDecoderConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        architectures=["ModernBertDecoderForCausalLM"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ).to_dict()  # fmt: skip
+    torch.manual_seed(0)
+    tree = Node("dense", dense.Params("float32"))
+    names = StreamedModel(config, lambda name: torch.empty(0), lazy=True).stored_parameters()
+    shapes = {n: p.shape for n, p in build_skeleton(config).named_parameters() if n in names}
+    weights = {n: torch.randn(s) / 4 for n, s in shapes.items()}
+    encoded = {n: EncodedTensor(tree, tuple(w.shape), {"values": w}) for n, w in weights.items()}
+    teacher = StreamedModel(config, {n: w + 0.1 for n, w in weights.items()}.__getitem__)
+    cpu = torch.device("cpu")
+    student = heal_model.TunedModel(
+        config, {n: prepare(e) for n, e in encoded.items()}, teacher._ties, cpu, torch.float32
+    )
+    ids, found = torch.arange(8)[None] + 3, []
+    for rows in (3, 8):
+        tuned = {n: torch.ones((), requires_grad=True) for n in weights}
+        student.set_values({n: {"values": w * tuned[n]} for n, w in weights.items()})
+        with torch.no_grad():
+            target = teacher.hidden(ids)[0]
+        heal_model.backward_of_divergence(teacher, target, student, student.hidden(ids)[0], rows)
+        found.append([t.grad for t in tuned.values()])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+    assert found[0][list(weights).index("lm_head.dense.weight")].abs() > 0
 
 
 def test_experts_two_stacks_in_one_module_get_their_own_gradients() -> None:
