@@ -7,14 +7,11 @@ from encoded tensors) and a finished artifact, always in float32: bfloat16 arith
 a 135 M model, as much as a good 6-bit file.
 """
 
-import copy
-import inspect
-import re
 import threading
 import traceback
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,12 +20,12 @@ from torch import Tensor, nn
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.runtime.artifact.config import Limits, limits_of
 from nstf_convert.device_weights import DeviceWeights
+from nstf_convert.module_kinds import LINEAR_TYPES, buffers_to, conv1d, read_parts
+from nstf_convert.own_forward import logits_of, takes_embeddings
 
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
 RESIDENT_POSITIONS = 8192
-# In the code of a module's class: the weight of a part of it, for more than its type.
-_PARTS_WEIGHT = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 # Tokens the decoder of a speech model reads when the data has none.
 DECODER_TOKENS = 32
 # What a model is compared by: the first of these that it returns, several joined. The ends of an answer, the words of a
@@ -92,7 +89,7 @@ class StreamedModel:
         buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: Counter[nn.Module] = Counter()
-        parts = {kind: _read_parts(kind) for kind in {type(module) for module in self.module.modules()}}
+        parts = {kind: read_parts(kind) for kind in {type(module) for module in self.module.modules()}}
         self._readers = {
             child: parent
             for parent in self.module.modules()
@@ -228,17 +225,14 @@ class StreamedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of last hidden states [n, hidden] -> [n, vocabulary].
 
-        By the forward of the model's own class, which may do more to them than multiply: transform them before its head
-        (BERT, ModernBERT's decoder), scale or cap the logits, each by a setting of another name.
+        By the forward of the model's own class, which may do more to them than multiply by the head.
         """
         if self.head is None:
             raise ValueError(f"{type(self.module).__name__} has no language model head")
         self.settle()
-        if not self._takes_embeddings:
+        if not takes_embeddings(self.module):
             return self.head(hidden)  # type: ignore[no-any-return]
-        base, top = self._base, copy.copy(self.module)
-        top._modules = {n: _Given(base) if m is base else m for n, m in self.module._modules.items()}
-        return top(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        return logits_of(self.module, self._base, hidden)
 
     def head_inputs(self, hidden: Tensor) -> Tensor:
         """What the head's matrix is multiplied with for last hidden states [n, hidden]: them, or transformed ones."""
@@ -256,11 +250,7 @@ class StreamedModel:
     def transforms(self) -> bool:
         """Whether last hidden states go through layers before the head reads them."""
         between = any(m is not self._base and m is not self.head for m in self.module.children())
-        return between and self._takes_embeddings
-
-    @property
-    def _takes_embeddings(self) -> bool:
-        return "inputs_embeds" in inspect.signature(type(self.module).forward).parameters
+        return between and takes_embeddings(self.module)
 
     def outputs(self, **inputs: Tensor) -> Tensor:
         """The main output of a model that is not a language model: logits, or the last hidden state, or what OUTPUTS names.
@@ -315,7 +305,7 @@ class StreamedModel:
         """(module path, module, stored weight name) of every module whose weight multiplies its input."""
         for path, module in self.module.named_modules():
             weight = f"{path}.weight"
-            if weight in self._names and isinstance(module, LINEAR_TYPES + _conv1d()):
+            if weight in self._names and isinstance(module, LINEAR_TYPES + conv1d()):
                 yield path, module, self._names[weight]
 
     def expert_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -442,60 +432,3 @@ def _is_ours(error: BaseException) -> bool:
     """Whether code of this package raised it, a hook's for one: no config is to blame."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("nstf")
-
-
-class _Given(nn.Module):
-    """In the place of a base model: gives back as last hidden states what it is given as embeddings."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_base"] = base  # no child: it is not run
-        if hasattr(base, "decoder"):  # OPT's head follows a part of the base
-            self.__dict__["decoder"] = self
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        return _GivenStates(last_hidden_state=inputs_embeds)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_base"], name)
-
-
-class _GivenStates(OrderedDict[str, Any]):
-    """As an output of transformers that has nothing else."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return tuple(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self.get(name)
-
-
-def _read_parts(kind: type[nn.Module]) -> set[str]:
-    """Parts of a module whose weights its own code takes without a call of the part: `dt_proj` of Mamba, `out_proj` of
-    torch's attention (in SigLIP) and of WavLM's."""
-    found: set[str] = set()
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for method in filter(inspect.isfunction, vars(base).values()):
-            with suppress(OSError, TypeError):  # made without a file
-                found.update(_PARTS_WEIGHT.findall(inspect.getsource(method)))
-    return found
-
-
-def buffers_to(module: nn.Module, device: torch.device) -> None:
-    """Moves the buffers (rotary frequencies and the like) to a device; parameters stay where they are."""
-    for part in module.modules():
-        for name, value in part.named_buffers(recurse=False):
-            setattr(part, name, value.to(device))
-
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-LINEAR_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
-
-
-def _conv1d() -> tuple[type[nn.Module], ...]:
-    """GPT-2's transposed linear layer, when transformers has it."""
-    from transformers.pytorch_utils import Conv1D
-
-    return (Conv1D,)

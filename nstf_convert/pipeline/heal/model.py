@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nstf.kernels.formats.tuning import Prepared
-from nstf_convert.streamed import StreamedModel, buffers_to
+from nstf_convert.module_kinds import buffers_to
+from nstf_convert.streamed import StreamedModel
 
 # Weights above this are decoded when their module runs; smaller ones once a step.
 SMALL_ELEMENTS = 1 << 16

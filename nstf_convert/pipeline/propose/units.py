@@ -13,7 +13,8 @@ from nstf.analyzers.roles import role_of
 from nstf.errors import NstfError
 from nstf.kernels.formats.tree import Shape
 from nstf.quantizers.stats import Stats
-from nstf_convert.streamed import CONVOLUTIONS, LINEAR_TYPES, StreamedModel
+from nstf_convert.module_kinds import CONVOLUTIONS, LINEAR_TYPES
+from nstf_convert.streamed import StreamedModel
 
 # Smaller tensors, and vectors, are stored as they are: their bytes do not matter and their errors do.
 MIN_ELEMENTS = 2048
