@@ -173,6 +173,10 @@ def to_json(manifest: Manifest) -> str:
     )
 
 
+# What `nstf calibrate` and work directories store under the same name (nstf_convert/pipeline/store).
+_OF_STATISTICS = {"digests", "metadata", "seal"}
+
+
 def from_json(text: str, where: object) -> Manifest:
     """The manifest of a JSON text. Raises CorruptError; UnsupportedError for a newer version or encoding."""
     try:
@@ -190,6 +194,11 @@ def from_json(text: str, where: object) -> Manifest:
 def _manifest(data: object, text: str) -> Manifest:
     if not isinstance(data, dict):
         raise HeaderError("the manifest is not an object")
+    if data.keys() == _OF_STATISTICS:
+        raise UnsupportedError(
+            "a calibration or a stored result of a conversion, not an artifact: `nstf convert` takes it by --calibration or "
+            "--work-dir"
+        )
     version = data.get("version")
     if type(version) is not int or version < 1:
         raise HeaderError(f"the manifest's version is {short(version)}, expected a positive integer")

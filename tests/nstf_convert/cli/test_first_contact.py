@@ -112,6 +112,18 @@ def test_a_plain_safetensors_file_is_not_called_damaged(nstf, tmp_path):
     assert "damaged" not in result.err
 
 
+def test_a_calibration_is_not_called_damaged(nstf, tmp_path):
+    import torch
+
+    from nstf_convert.pipeline.store.tensorfile import write_tensors
+
+    path = tmp_path / "m.calibration"
+    write_tensors(path, {"h": torch.zeros(2)}, {"kind": "calibration"})
+    for command in ("inspect", "verify"):
+        result = nstf(command, path)
+        assert result.code == 6 and "a calibration or a stored result of a conversion" in result.err
+
+
 def test_hints_quote_names_with_spaces(tmp_path):
     output = tmp_path / "a b.gguf"
     assert after_export(output, "gguf").startswith(f"llama-cli -m '{output}', or llama_cpp.Llama('{output}')")
