@@ -41,7 +41,7 @@ WAITING_WIDTHS = 3
 # logits: copies of those that are there at a time.
 LAYER_WIDTHS, LOGITS = 12, 6
 # Bumped when a calibration means something else: older files are then refused.
-CALIBRATION_VERSION = 10
+CALIBRATION_VERSION = 11
 
 
 def find(session: "Session") -> TensorFile | None:
