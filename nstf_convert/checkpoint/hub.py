@@ -16,7 +16,7 @@ PATTERNS = [
     "bpe.codes",
     "*.jinja",
 ]
-PATTERNS += ["merges.txt", "vocab.txt"]
+PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
 DATA_PATTERNS = ["*.txt", "*.md", "*.jsonl", "*.parquet"]
 
 

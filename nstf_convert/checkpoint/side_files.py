@@ -22,7 +22,8 @@ SETTINGS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's.
+# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's,
+# BARTpho's, RoCBert's, MyT5's, GPT-NeoX-Japanese's, Whisper's.
 CONTENT = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,6 +40,12 @@ CONTENT = (
     "vocab-tgt.json",
     "prophetnet.tokenizer",
     "entity_vocab.json",
+    "dict.txt",
+    "word_shape.json",
+    "word_pronunciation.json",
+    "byte_maps.json",
+    "emoji.json",
+    "normalizer.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
