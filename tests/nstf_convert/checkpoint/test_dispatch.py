@@ -137,6 +137,29 @@ def test_a_tokenizer_of_several_vocabularies_reads_as_in_the_folder(llama_folder
     assert dict(read("你好")) == dict(tokenizer("你好"))
 
 
+def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path]) -> None:
+    """transformers 5 writes all but the default one into a folder, where nobody looked."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from nstf.runtime.tokenizer_files import tokenizer_from_files
+
+    folder = make_folder("LlamaForCausalLM")
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    made.chat_template = {"default": "{{ messages }}", "tool_use": "tools: {{ messages }}"}
+    made.save_pretrained(folder)
+    with open_checkpoint(folder) as checkpoint:
+        assert tokenizer_from_files(checkpoint.files(), "here").chat_template == made.chat_template
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.unlink()
+    file.symlink_to(Path(__file__))
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(CorruptError, match="leaves the checkpoint's folder"),
+    ):
+        checkpoint.files()
+
+
 def test_a_hub_name_without_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
