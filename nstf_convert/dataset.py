@@ -105,10 +105,13 @@ def _files(root: Path) -> list[Path]:
 
 
 def _texts_inside(root: Path) -> Iterator[Path]:
-    """The files of texts in a folder and in its folders. Raises UsageError for what would be passed over."""
+    """The files of texts in a folder and in its folders, hidden ones apart. Raises UsageError for what else would be passed
+    over."""
     for at, folders, names in os.walk(root, onerror=_raise):
+        # Hidden ones hold no texts of the user, but copies: a notebook's checkpoints would be measured on and fitted on.
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(at) / name for name in folders):
-            if path.is_symlink() and not path.name.startswith("."):
+            if path.is_symlink():
                 raise UsageError(
                     f"the dataset {root}: {path} is a link to a folder: take it out, and give that folder, too"
                 )

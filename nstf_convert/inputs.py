@@ -147,10 +147,11 @@ def _beside(source: Path, place: Path) -> list[Path]:
         return list(source.parent.glob(f"{escape(source.stem)}.*.tiles.json"))  # measured for GPUs
     if source.suffix not in _WEIGHTS:
         return []
-    from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
+    from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, TEMPLATES
 
     folder = source.absolute().parent
-    return [folder / name for name in ("config.json", *SETTINGS, *CONTENT)]
+    named = (folder / TEMPLATES).glob("*.jinja")
+    return [*(folder / name for name in ("config.json", *SETTINGS, *CONTENT)), *named]
 
 
 def _written_out(path: str | Path) -> Path:

@@ -48,8 +48,11 @@ class Checkpoint:
         self.config = config
         self.architecture = plan.architecture
         self.missing = plan.missing
-        # Notes go into reports, and those must not depend on the folder.
-        self.notes = tuple(note.replace(str(path), path.name) for note in (*notes, *plan.notes))
+        # Notes go into reports, and those must not depend on the folder; names in the files need not be text.
+        self.notes = tuple(
+            note.replace(str(path), path.name).encode("utf-8", "backslashreplace").decode()
+            for note in (*notes, *plan.notes)
+        )
         self.ties: Mapping[str, str] = find_ties(plan, source)
         self._keep_untied(plan)
         self._source = source

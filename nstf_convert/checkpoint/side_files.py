@@ -7,7 +7,7 @@ from typing import Any
 from nstf.errors import CorruptError
 from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
-from nstf_convert.checkpoint.paths import is_listed, member, read_small
+from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names_in, read_small
 
 MAX_BYTES = 256 << 20
 # Of settings: 180 bytes for each of 150,000 added tokens.
@@ -22,7 +22,9 @@ SETTINGS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's.
+PROCESSORS = frozenset(SETTINGS[4:])
+# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's,
+# BARTpho's, RoCBert's, MyT5's, GPT-NeoX-Japanese's, Whisper's.
 CONTENT = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,6 +41,12 @@ CONTENT = (
     "vocab-tgt.json",
     "prophetnet.tokenizer",
     "entity_vocab.json",
+    "dict.txt",
+    "word_shape.json",
+    "word_pronunciation.json",
+    "byte_maps.json",
+    "emoji.json",
+    "normalizer.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -46,6 +54,9 @@ CONTENT = (
     "chat_template.json",
     "tekken.json",
 )
+
+# Where transformers 5 keeps the templates of a tokenizer that has several, but for the default one.
+TEMPLATES, DEFAULT_TEMPLATE = "additional_chat_templates", "chat_template.jinja"
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
@@ -66,7 +77,35 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
                 settings = _generation(settings, path)
             data = _encoded(settings, path)
         files[name] = data
-    return files
+    return _with_named_templates(folder, files)
+
+
+def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files with all templates in the tokenizer's settings, as transformers 4 wrote several: an artifact has no folders.
+    Not beside a processor, which reads the default one from its file."""
+    named = folder / TEMPLATES
+    if not named.is_dir() or "tokenizer_config.json" not in files or PROCESSORS & files.keys():
+        return files
+    found = {"default": files[DEFAULT_TEMPLATE]} if DEFAULT_TEMPLATE in files else {}
+    for name in (name for name in names_in(named) if name.endswith(".jinja")):
+        if not (named / name).resolve().is_relative_to(allowed_root(folder)):
+            raise CorruptError(
+                f"{named / name} is a link that leaves the checkpoint's folder; copy the file into it"
+            )
+        found[name.removesuffix(".jinja")] = read_small(named / name, MAX_SETTINGS_BYTES)
+    if found.keys() <= {"default"}:
+        return files
+    try:
+        templates = [{"name": name, "template": text.decode()} for name, text in found.items()]
+    except UnicodeDecodeError as error:
+        raise CorruptError(
+            f"{named} holds a template that is not UTF-8; download the checkpoint again"
+        ) from error
+    settings = json.loads(files["tokenizer_config.json"])
+    if not isinstance(settings, dict):
+        return files
+    kept = {name: data for name, data in files.items() if name != DEFAULT_TEMPLATE}
+    return {**kept, "tokenizer_config.json": _encoded({**settings, "chat_template": templates}, named)}
 
 
 def without_code(name: str, settings: Any) -> Any:

@@ -6,6 +6,7 @@ older vocabularies (vocab.json with merges.txt, tokenizer.model) transformers ma
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,24 @@ def _write_special(writer: Any, folder: Path, data: dict[str, Any], config: dict
     separate = folder / "chat_template.jinja"
     if separate.exists():
         template = separate.read_text()
-    if isinstance(template, str):
-        writer.add_chat_template(template)
+    _write_templates(writer, template)
+
+
+def _write_templates(writer: Any, templates: Any) -> None:
+    """One template, or several by name. Not by gguf's own function, whose order of names changes from run to run."""
+    if isinstance(templates, str):
+        templates = [{"name": "default", "template": templates}]
+    found: dict[str, str] = {}
+    for each in templates if isinstance(templates, list) else ():
+        name, text = (each.get(key) if isinstance(each, dict) else None for key in ("name", "template"))
+        if name and isinstance(name, str) and isinstance(text, str):
+            found.setdefault(re.sub(r"[^A-Za-z0-9]", "_", name), text)
+    if "default" in found:
+        writer.add_chat_template(found.pop("default"))
+    for name, text in found.items():
+        writer.add_string(f"tokenizer.chat_template.{name}", text)
+    if found:
+        writer.add_array("tokenizer.chat_templates", sorted(found))
 
 
 def adds_first(data: dict[str, Any], config: dict[str, Any], ids: dict[str, int]) -> bool:

@@ -79,6 +79,7 @@ def build(run: Run, final: Final, size_bytes: int) -> dict[str, Any]:
             parameters=sum(u.elements for u in session.units.values()),
             tensor_bytes=session.checkpoint.total_bytes,
             tensors=len(session.units),
+            notes=session.checkpoint.notes,
         ),
         budget={
             "kind": options.budget.kind,

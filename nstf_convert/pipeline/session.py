@@ -113,6 +113,9 @@ class Session:
             self.checkpoint = self._opened.enter_context(closing(open_checkpoint(self.options.model)))
             self.job = Job(self.options, self.checkpoint)
             check_storable(self.checkpoint)
+            if not self.helper:
+                for note in self.checkpoint.notes:
+                    log.log(NOTICE, "%s: %s", self.options.model, note)
             self._help_beside()
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None

@@ -6,7 +6,7 @@ and of what was rejected for it are those of its arrays; the header is a section
 
     {"version": 1,
      "tool": {"name": "nstf", "version": "0.1.0", "command": "nstf convert ..."},
-     "model": {"name", "architecture", "format", "fingerprint", "parameters", "tensor_bytes", "tensors"},
+     "model": {"name", "architecture", "format", "fingerprint", "parameters", "tensor_bytes", "tensors", "notes"},
      "budget": {"kind", "value", "bytes"},
      "file": {"size_bytes", "bits_per_weight", "nominal_bits_per_weight", "ratio",
               "sections": [{"name", "size_bytes", "source_bytes"}]},
@@ -69,7 +69,8 @@ _GROUPS = (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What was converted. `parameters`: elements of all stored tensors; `tensor_bytes`: the budget's base."""
+    """What was converted. `parameters`: elements of all stored tensors; `tensor_bytes`: the budget's base; `notes`: what was
+    left out of the checkpoint, and what else its reading showed."""
 
     name: str
     architecture: str
@@ -78,6 +79,7 @@ class ModelFacts:
     parameters: int
     tensor_bytes: int
     tensors: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

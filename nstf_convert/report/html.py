@@ -23,6 +23,7 @@ def render(report: Mapping[str, Any]) -> str:
     body = [
         f"<h1>{escape(_title(model['name']))}</h1>",
         f'<p class="soft">{escape(_subtitle(report))}</p>',
+        *(f'<p class="soft">{escape(note)}</p>' for note in model.get("notes", ())),
         _tiles(report),
         _bytes(report),
         _accuracy(report),

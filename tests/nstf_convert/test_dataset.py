@@ -410,6 +410,16 @@ def test_what_of_a_folder_would_be_passed_over_is_named(tmp_path: Path, kind: st
     assert list(load_text(folder)) == ["text"]
 
 
+def test_hidden_folders_hold_no_texts(tmp_path: Path) -> None:
+    """Jupyter keeps a copy of an edited text there, which was fitted on while the other was held out."""
+    (tmp_path / "a.txt").write_text("text")
+    before = fingerprint(tmp_path)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a-checkpoint.txt").write_text("text")
+    assert list(load_text(tmp_path)) == ["text"]
+    assert fingerprint(tmp_path) == before
+
+
 def test_a_folder_below_that_cannot_be_read_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

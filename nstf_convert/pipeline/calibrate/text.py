@@ -177,8 +177,8 @@ def prose() -> list[str]:
 def tensor_data(path: Path, model: StreamedModel) -> Data:
     """Model inputs stored as arrays: a .safetensors file whose tensors are forward arguments, first axis = sample.
 
-    Floats become float32. Raises UsageError for what is no such file, and for arrays that the model does not take: some
-    samples are run.
+    Floats become float32, whole numbers of other types than int32 int64. Raises UsageError for what is no such file, and for
+    arrays that the model does not take: some samples are run.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -190,12 +190,21 @@ def tensor_data(path: Path, model: StreamedModel) -> Data:
     counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
     if len(counts) != 1 or min(counts) < 4:
         raise UsageError(f"the dataset {path}: every array needs the same first axis of at least 4 samples")
-    arrays = {n: a.float() if a.is_floating_point() else a for n, a in arrays.items()}
+    arrays = {n: _computable(a) for n, a in arrays.items()}
     _check_arrays(path, arrays, model)
     total = counts.pop()
     held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * HELD_OUT_SHARE)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
     return _split(False, batches, total - held, {"origin": "dataset", "datasets": [readable(path.name)]})
+
+
+def _computable(array: Tensor) -> Tensor:
+    """An array in a type that models compute with. Tokens are often stored as uint16, of which torch knows no minimum and
+    embeddings look nothing up."""
+    if array.is_floating_point():
+        return array.float()
+    usable = array.is_complex() or array.dtype in (torch.bool, torch.int32, torch.int64)
+    return array if usable else array.long()
 
 
 def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel) -> None:

@@ -1,5 +1,6 @@
 """What is opened by which reader, and what is said about everything else."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -104,12 +105,59 @@ def test_the_words_of_every_usual_tokenizer_are_kept_and_downloaded(llama_folder
         "vocab-tgt.json",
         "prophetnet.tokenizer",
         "entity_vocab.json",
+        "dict.txt",
+        "byte_maps.json",
+        "emoji.json",
+        "normalizer.json",
     }
     for name in names:
         (llama_folder / name).write_bytes(b"{}")
     with open_checkpoint(llama_folder) as checkpoint:
         assert names <= set(checkpoint.files())
     assert not [n for n in names if not any(fnmatch(n, pattern) for pattern in hub.PATTERNS)]
+
+
+def test_a_tokenizer_of_several_vocabularies_reads_as_in_the_folder(llama_folder: Path) -> None:
+    """RoCBert's shapes and pronunciations were left behind, and without them it has no tokenizer."""
+    from transformers import RoCBertTokenizer
+
+    from nstf.runtime.tokenizer_files import tokenizer_from_files
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "你", "好"]
+    for file in llama_folder.glob("*token*"):
+        file.unlink()
+    (llama_folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    tables = [llama_folder / "word_shape.json", llama_folder / "word_pronunciation.json"]
+    for table in tables:
+        table.write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    tokenizer = RoCBertTokenizer(str(llama_folder / "vocab.txt"), *map(str, tables))
+    tokenizer.save_pretrained(llama_folder)
+    with open_checkpoint(llama_folder) as checkpoint:
+        read = tokenizer_from_files(checkpoint.files(), "here")
+    assert dict(read("你好")) == dict(tokenizer("你好"))
+
+
+def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path]) -> None:
+    """transformers 5 writes all but the default one into a folder, where nobody looked."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from nstf.runtime.tokenizer_files import tokenizer_from_files
+
+    folder = make_folder("LlamaForCausalLM")
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    made.chat_template = {"default": "{{ messages }}", "tool_use": "tools: {{ messages }}"}
+    made.save_pretrained(folder)
+    with open_checkpoint(folder) as checkpoint:
+        assert tokenizer_from_files(checkpoint.files(), "here").chat_template == made.chat_template
+    file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.unlink()
+    file.symlink_to(Path(__file__))
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(CorruptError, match="leaves the checkpoint's folder"),
+    ):
+        checkpoint.files()
 
 
 def test_a_hub_name_without_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -464,7 +464,11 @@ def test_an_older_vocabulary_is_written_as_its_tokenizer_json_would_be(
     from nstf.runtime.tokenizer_files import load_tokenizer
 
     words = ["<|endoftext|>", *sorted(ByteLevel.alphabet()), "ab", "\u0120a", "\u0120ab"]
-    config = {"tokenizer_class": kind, "chat_template": "{{ messages }}"}
+    several = [{"name": "default", "template": "{{ messages }}"}, {"name": "tool use", "template": "tools"}]
+    config = {
+        "tokenizer_class": kind,
+        "chat_template": several if kind == "Qwen2Tokenizer" else "{{ messages }}",
+    }
     older = {
         "vocab.json": json.dumps({word: i for i, word in enumerate(words)}).encode(),
         "merges.txt": "#version: 0.2\na b\n\u0120 a\n\u0120a b\n".encode(),
@@ -492,6 +496,10 @@ def test_an_older_vocabulary_is_written_as_its_tokenizer_json_would_be(
     assert found["tokenizer.ggml.tokens"][: len(words)] == words
     assert found["tokenizer.ggml.merges"] == ["a b", "\u0120 a", "\u0120a b"]
     assert found["tokenizer.ggml.eos_token_id"] == 0
+    assert found["tokenizer.chat_template"] == "{{ messages }}"
+    if kind == "Qwen2Tokenizer":
+        assert found["tokenizer.chat_template.tool_use"] == "tools"
+        assert found["tokenizer.chat_templates"] == ["tool_use"]
     unstated = ("tokenizer.ggml.unknown_token_id", "tokenizer.ggml.padding_token_id")
     assert {k: v for k, v in found.items() if k not in unstated} == expected
 

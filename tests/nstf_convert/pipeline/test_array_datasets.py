@@ -23,6 +23,9 @@ WRONG: dict[str, tuple[str, dict[str, Tensor], str]] = {
     "images for words": (WORDS, {"pixel_values": torch.randn(8, 3, 32, 32)}, "not what the model takes"),
     "a flag": (IMAGES, {"pixel_values": torch.randn(8, 3, 32, 32), "output_hidden_states": torch.ones(8)}, "not what"),
     "a label of one": (IMAGES, {"pixel_values": torch.randn(8, 3, 32, 32), "labels": LABELS}, "not what the model takes"),
+    "tokens beyond int64": (
+        WORDS, {"input_ids": torch.full((8, 16), -5).view(torch.uint64)}, "tokens outside"
+    ),
     "tokens": (WORDS, {"input_ids": torch.full((8, 16), 10**6)}, "tokens outside"),
 }  # fmt: skip
 
@@ -44,6 +47,15 @@ def test_arrays_of_half_precision_are_taken(tmp_path: Path) -> None:
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     save_file({"pixel_values": images.half()}, tmp_path / "a.safetensors")
     words = ["calibrate", IMAGES, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
+    assert run([*words, "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
+def test_tokens_of_any_whole_type_are_taken(dtype: torch.dtype, tmp_path: Path) -> None:
+    """numpy's users store tokens as uint16; those ended in torch's own error, smaller types were refused."""
+    tokens = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    save_file({"input_ids": tokens.to(dtype)}, tmp_path / "a.safetensors")
+    words = ["calibrate", WORDS, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
     assert run([*words, "--quiet"]) == 0
 
 

@@ -145,6 +145,33 @@ def test_an_unknown_format_is_refused_before_any_work(options) -> None:
     assert sorted(chosen.output.parent.iterdir()) == before
 
 
+def test_what_is_left_out_of_a_checkpoint_is_reported(options, small, tmp_path, caplog) -> None:
+    """It was noted, and nobody was told."""
+    from safetensors.torch import load_file, save_file
+
+    from nstf_convert.pipeline.progress import NOTICE
+    from nstf_convert.report.html import render
+
+    folder = tmp_path / "more"
+    shutil.copytree(small.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps({**config, "a_text": "several words", "half \ud800": 1, "id2label": {"0": "x" * 300}})
+    (folder / "config.json").write_text(text)
+    weights = load_file(folder / "model.safetensors")
+    extra = {"value_head.weight": torch.zeros(1, 8)}
+    save_file({**weights, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(NOTICE, "nstf"):
+        report = convert(options(("ratio", 0.6), model=str(folder))).report
+    said = [
+        "config.json: left out a_text, half \\ud800, id2label (the end of 1 long label)",
+        "1 tensors have no place in LlamaForCausalLM and are left out: value_head.weight",
+    ]
+    assert list(report["model"]["notes"]) == said
+    page = render(report)
+    assert all(note in caplog.text and note in page for note in said)
+    page.encode()
+
+
 def test_weights_that_are_not_finite_leave_no_work_directory(options, small, tmp_path) -> None:
     import shutil
 

@@ -150,7 +150,7 @@ def test_text_of_the_model_cannot_become_markup():
     tensor = TensorReport(evil, evil, (64, 64), "bfloat16", sample.integer(4), 8192, 0.5, note=evil,
                           rejected=[sample.report.Alternative(sample.integer(3), 0.7)],
                           not_tried=[sample.report.NotTried(evil, evil)])  # fmt: skip
-    facts = sample.report.ModelFacts(evil, evil, evil, evil, 4096, 8192, 1)
+    facts = sample.report.ModelFacts(evil, evil, evil, evil, 4096, 8192, 1, (evil,))
     calibration = sample.report.CalibrationFacts(
         evil, False, 1, 1, 1, 0, [sample.report.ExpertTokens(evil, (1, 0))]
     )
