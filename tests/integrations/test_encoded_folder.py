@@ -58,6 +58,23 @@ def test_a_folder_loads_encoded_and_gives_the_same_logits(
     assert not hasattr(model.config, "quantization_config") and torch.equal(model(**inputs).logits, expected)
 
 
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "ModernBertForMaskedLM"])
+def test_a_bias_beside_a_tied_head_is_tied_too(tiny: ModuleType, tmp_path: Path, architecture: str) -> None:
+    """BERT's stayed on the meta device, and ModernBERT initialises its head by itself: neither could be run."""
+    sizes = {**tiny.TEXT, "tie_word_embeddings": True}
+    config = getattr(transformers, architecture.replace("ForMaskedLM", "Config"))(**sizes, pad_token_id=0)
+    dense = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        dense.get_output_embeddings().bias.normal_()
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, dense))
+    model.save_pretrained(tmp_path / "folder")
+    found = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "folder")
+    inputs = tiny.inputs_of(architecture)
+    with torch.no_grad():
+        assert torch.equal(found(**inputs).logits, model(**inputs).logits)
+    assert tiny.held_bytes(found) == tiny.held_bytes(model)
+
+
 def test_the_reader_of_ranks_takes_the_whole_folder(tiny: ModuleType, tmp_path: Path) -> None:
     from nstf.runtime.rank_folder import RankFolder
 
