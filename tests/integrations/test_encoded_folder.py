@@ -75,6 +75,20 @@ def test_a_bias_beside_a_tied_head_is_tied_too(tiny: ModuleType, tmp_path: Path,
     assert tiny.held_bytes(found) == tiny.held_bytes(model)
 
 
+def test_a_module_that_initialises_its_childs_weight_leaves_an_encoded_one(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    """Funnel zeroes its embedding's row of padding: its folder was written and could not be loaded."""
+    sizes = {"vocab_size": 100, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1]}
+    dense = transformers.FunnelModel(transformers.FunnelConfig(**sizes)).eval()
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, dense))
+    model.save_pretrained(tmp_path / "folder")
+    found = transformers.AutoModel.from_pretrained(tmp_path / "folder")
+    inputs = tiny.inputs_of("FunnelModel")
+    with torch.no_grad():
+        assert torch.equal(found(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+
+
 def test_the_reader_of_ranks_takes_the_whole_folder(tiny: ModuleType, tmp_path: Path) -> None:
     from nstf.runtime.rank_folder import RankFolder
 
