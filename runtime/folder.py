@@ -69,10 +69,10 @@ def prepare(model: Any, entries: Mapping[str, Any], path: str, dtype: torch.dtyp
             else:
                 made[name] = _empty(entry, dtype)
                 attach(module, leaf, made[name])
-            around = model.get_submodule(owner.rpartition(".")[0])
-            if not (around._parameters or around._buffers):
-                # What it initialises is its children's, and it may write into one that is encoded (Funnel).
-                around._is_hf_initialized = True
+            for holder in (module, model.get_submodule(owner.rpartition(".")[0])):
+                if not any(v is not None for v in (*holder._parameters.values(), *holder._buffers.values())):
+                    # It has nothing else to initialise but its children's, and may write into what is encoded (Funnel).
+                    holder._is_hf_initialized = True  # type: ignore[assignment]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(
                 f"{path}: the quantization_config's entry for {name!r} does not fit: {error}"

@@ -75,16 +75,25 @@ def test_a_bias_beside_a_tied_head_is_tied_too(tiny: ModuleType, tmp_path: Path,
     assert tiny.held_bytes(found) == tiny.held_bytes(model)
 
 
-def test_a_module_that_initialises_its_childs_weight_leaves_an_encoded_one(
-    tiny: ModuleType, tmp_path: Path
+YOUTU = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FUNNEL = {"vocab_size": 100, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [("FunnelModel", FUNNEL), ("YoutuModel", {**YOUTU, "num_key_value_heads": 4, "pad_token_id": 0})],
+)
+def test_a_model_that_initialises_a_row_of_padding_leaves_an_encoded_one(
+    tiny: ModuleType, tmp_path: Path, architecture: str, sizes: dict[str, Any]
 ) -> None:
-    """Funnel zeroes its embedding's row of padding: its folder was written and could not be loaded."""
-    sizes = {"vocab_size": 100, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1]}
-    dense = transformers.FunnelModel(transformers.FunnelConfig(**sizes)).eval()
+    """The folder was written and could not be loaded: an encoded weight cannot be written to."""
+    sizes = sizes if architecture == "FunnelModel" else {**tiny.TEXT, **sizes}
+    config = getattr(transformers, architecture.replace("Model", "Config"))(**sizes)
+    dense = getattr(transformers, architecture)(config).eval()
     model: Any = nstf.runtime.load(tiny.write(tmp_path, dense))
     model.save_pretrained(tmp_path / "folder")
     found = transformers.AutoModel.from_pretrained(tmp_path / "folder")
-    inputs = tiny.inputs_of("FunnelModel")
+    inputs = tiny.inputs_of(architecture)
     with torch.no_grad():
         assert torch.equal(found(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
