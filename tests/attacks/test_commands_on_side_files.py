@@ -137,7 +137,7 @@ def test_only_commands_of_text_speak_of_the_tokenizer() -> None:
     error = IndexError("index out of range in self")
     code, said = explain(error, ["eval", "m.nstf"])
     assert code == 6 and "perhaps the tokenizer" in said
-    for command in ("export", "profile", "diff"):
+    for command in ("export", "profile", "inspect"):
         code, said = explain(error, [command, "m.nstf"])
         assert code == 1 and "tokenizer" not in said and said.startswith("IndexError")
 
