@@ -35,8 +35,10 @@ def longest_window(model: Any) -> int:
     ]
     # OPT and RoBERTa count their positions from 2.
     found = [v - 2 if v <= 2050 and v % 64 == 2 else v for v in limits if isinstance(v, int) and v > 0]
+    # ProphetNet's decoder looks up the position of the token that it foretells, too.
+    ahead = int(getattr(config, "ngram", None) is not None)
     for path, table in model.module.named_modules():
         # RoBERTa, ESM and others: from behind the one of padding.
         if "position" in path and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            found.append(max(1, table.num_embeddings - table.padding_idx - 1))
+            found.append(max(1, table.num_embeddings - table.padding_idx - 1 - ahead))
     return min(found or [UNBOUNDED])

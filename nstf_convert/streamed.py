@@ -186,6 +186,7 @@ class StreamedModel:
                 ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
             )
             and not getattr(self.module.config, "is_encoder_decoder", False)
+            and not hasattr(self.module.config, "ngram")  # ProphetNet's head reads other states than the last
         )
 
     @property

@@ -50,7 +50,7 @@ class EncodedModel:
         In from_pretrained this is where the model is filled and nothing was moved to other devices yet.
         """
         if "nstf_when_filled" in self.__dict__:
-            self.nstf_when_filled(self)
+            self.nstf_when_filled(self, kwargs.get("missing_keys"))
         if not _encoded_ends(self):
             super().tie_weights(*args, **kwargs)  # type: ignore[misc]
 

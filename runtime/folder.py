@@ -61,12 +61,18 @@ def prepare(model: Any, entries: Mapping[str, Any], path: str, dtype: torch.dtyp
             module = model.get_submodule(owner)
             if "shared" in entry:
                 hold(module, leaf, made[entry["shared"]])
+                # Until `finish`: a model's own initialisation may ask for it (ModernBERT's).
+                module.__dict__[leaf + SUFFIX] = made[entry["shared"]]
                 # transformers must not look for its weight before `finish`. Other modules are left to it: it computes
                 # buffers that no file holds, and draws no random numbers for a LazyWeight.
                 module._is_hf_initialized = True  # type: ignore[assignment]
             else:
                 made[name] = _empty(entry, dtype)
                 attach(module, leaf, made[name])
+            for holder in (module, model.get_submodule(owner.rpartition(".")[0])):
+                if not any(v is not None for v in (*holder._parameters.values(), *holder._buffers.values())):
+                    # It has nothing else to initialise but its children's, and may write into what is encoded (Funnel).
+                    holder._is_hf_initialized = True  # type: ignore[assignment]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(
                 f"{path}: the quantization_config's entry for {name!r} does not fit: {error}"
@@ -76,21 +82,34 @@ def prepare(model: Any, entries: Mapping[str, Any], path: str, dtype: torch.dtyp
     model.all_tied_weights_keys = {name: source for name, source in ties.items() if name not in entries}
     make_citizen(model, path)
     model._nstf_shared = {n: e["shared"] for n, e in entries.items() if "shared" in e}
-    model.nstf_when_filled = _note_missing
+    model.nstf_when_filled = _filled
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_experts_implementation_internal"):
             config._experts_implementation_internal = "eager"
 
 
-def _note_missing(model: Any) -> None:
-    """transformers fills what the folder lacks with whatever is in memory, and marks what it has read."""
+def _filled(model: Any, missing_keys: set[str] | None = None) -> None:
+    """Notes the arrays that were not read: transformers fills what the folder lacks with whatever is in memory, and marks
+    what it has read. Ties what is not encoded, such as the bias of BERT's head.
+
+    missing_keys: parameters that the folder lacks; those that are tied here leave it.
+    """
     model._nstf_missing = [
         name.removesuffix(SUFFIX)
         for name, module in model.named_modules()
         if isinstance(module, EncodedParameter)
         and not all(getattr(b, "_is_hf_initialized", False) for b in module.buffers())
     ]
+    missing = missing_keys or set()
+    ties = model.all_tied_weights_keys.items()
+    for name, source in sorted(ties, key=lambda tie: missing.issuperset(tie)):
+        if (name in missing) == (source in missing):
+            continue
+        lacking, held = (name, source) if name in missing else (source, name)
+        owner, _, leaf = lacking.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(held))
+        missing.remove(lacking)
 
 
 def finish(model: Any) -> None:
@@ -104,6 +123,7 @@ def finish(model: Any) -> None:
     for name, source in model.__dict__.pop("_nstf_shared").items():
         stored = model.get_submodule(source + SUFFIX)
         owner, _, leaf = name.rpartition(".")
+        del model.get_submodule(owner).__dict__[leaf + SUFFIX]
         model.get_submodule(owner).add_module(leaf + SUFFIX, stored)
     for module in model.modules():
         if isinstance(module, EncodedParameter):

@@ -204,7 +204,7 @@ def _kind(base: type[nn.Module], names: frozenset[str]) -> tuple[type, bool]:
 
 def _lazy_property(name: str) -> property:
     def get(self: nn.Module) -> LazyWeight:
-        stored: Any = self._modules[name + SUFFIX]
+        stored: Any = getattr(self, name + SUFFIX)
         lazy: LazyWeight = stored.lazy()
         return lazy
 

@@ -41,12 +41,13 @@ class Settings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        # Penalties beyond would make infinities of scores in float32; files state others (artifact/generation.py).
         limits = {
             "temperature": (self.temperature, 0 <= self.temperature <= 100, "0 to 100"),
             "top_k": (self.top_k, 0 <= self.top_k < 1 << 31, "0 (all tokens) to 2147483647"),
             "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (self.min_p, 0 <= self.min_p <= 1, "0 to 1"),
-            "repetition_penalty": (self.repetition_penalty, 0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
+            "repetition_penalty": (self.repetition_penalty, 1e-6 <= self.repetition_penalty <= 1e6, "0.000001 to 1000000"),
         }  # fmt: skip
         for name, (value, good, range_) in limits.items():
             if not (good and math.isfinite(value)):

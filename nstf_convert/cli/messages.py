@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 RESUMABLE = ("calibrate", "plan", "convert")
 # Commands whose tokens are a tokenizer's.
-OF_TEXT = ("generate", "chat", "serve", "eval", "calibrate", "convert")
+OF_TEXT = ("generate", "chat", "serve", "eval", "diff", "calibrate", "plan", "convert")
 # What takes less memory in the other commands.
 _LESS_MEMORY = {
     "eval": "a shorter --seq-len",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _LONGEST = 1 << 40
 # Sequences that are decoded side by side, each with a cache of its own.
 MAX_BEAMS = 1_024
+# A draw of so many is one of all: our samplers count in 32 bits.
+_MOST_TOKENS = (1 << 31) - 1
 # Whole numbers: the most that may stand there. -1 stands for "off" in some files, and 50.0 for 50.
 _INTEGERS = dict.fromkeys(
     "max_length max_new_tokens min_length min_new_tokens top_k no_repeat_ngram_size encoder_no_repeat_ngram_size "
@@ -144,11 +146,13 @@ def check_generation(
         if key in _ABOVE_ZERO and value <= (_LEAST if key == "temperature" else 0):
             if key == "temperature":  # the likeliest token, that is
                 found["do_sample"] = False
+        elif key == "top_p" and value >= 1:  # of all tokens, as if nothing stood there
+            continue
         elif key not in _INTEGERS:
             # 2 in the place of 2.0 is no positive number to transformers, or one whose power has hundreds of digits.
             found.setdefault(key, _as_float(key, value))
         elif value >= 0:
-            found[key] = int(value)
+            found[key] = min(int(value), _MOST_TOKENS) if key == "top_k" else int(value)
     if found.get("do_sample") is False and found.get("num_beams", 1) == 1 and _draws_nothing(stated):
         if found.pop("num_return_sequences", 1) > 1:  # one and the same text, that often
             left_out.append("num_return_sequences")

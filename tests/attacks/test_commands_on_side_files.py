@@ -74,6 +74,8 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_said(
         ["generate", "m.nstf", "good morrow my lord", "--max-new-tokens", "2"],
         ["eval", "m.nstf", "--tasks", "tasks.jsonl"],
         ["eval", "m.nstf", "--reference", "m.nstf", *text, "--windows", "2"],
+        ["diff", "m.nstf", "m.nstf", *text, "--windows", "2"],
+        ["plan", "model", "--budget", "0.6", *text, "--samples", "4", "--effort", "fast"],
         ["calibrate", "model", "-o", "calibration.safetensors", *text, "--samples", "4"],
         ["convert", "model", "-o", "out.nstf", "--budget", "0.6", *text, "--samples", "4"],
     ):
@@ -135,7 +137,7 @@ def test_only_commands_of_text_speak_of_the_tokenizer() -> None:
     error = IndexError("index out of range in self")
     code, said = explain(error, ["eval", "m.nstf"])
     assert code == 6 and "perhaps the tokenizer" in said
-    for command in ("export", "profile", "diff"):
+    for command in ("export", "profile", "inspect"):
         code, said = explain(error, [command, "m.nstf"])
         assert code == 1 and "tokenizer" not in said and said.startswith("IndexError")
 

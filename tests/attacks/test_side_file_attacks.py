@@ -96,6 +96,19 @@ def test_settings_of_several_texts_leave_a_text_that_is_streamed(
     assert "a text in pieces is decoded without" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [{"repetition_penalty": 500.0}, {"repetition_penalty": 1e6}, {"top_k": 1 << 33}, {"top_p": 1.5}],
+    ids=str,
+)
+def test_settings_that_a_file_may_have_are_the_engines_too(tmp_path: Path, stated: dict[str, Any]) -> None:
+    """They were called a wrong use of `nstf generate`, which had not been given them."""
+    path = file_with(tmp_path / "m.nstf", generation_config={"do_sample": True, **stated})
+    sampling = {"temperature": 0.8, "seed": 0}
+    assert isinstance("".join(stream(path, "!", 2, sampling=sampling)), str)
+    assert isinstance("".join(stream_of_modules(load(path), load_tokenizer(path), "!", 2, 0.8)), str)
+
+
 def test_settings_that_transformers_only_warns_of_are_saved(tmp_path: Path) -> None:
     """It refuses to write a temperature without `do_sample`, which models of the hub have: an export ended there."""
     from nstf_convert.cli import run

@@ -58,6 +58,46 @@ def test_a_folder_loads_encoded_and_gives_the_same_logits(
     assert not hasattr(model.config, "quantization_config") and torch.equal(model(**inputs).logits, expected)
 
 
+@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "ModernBertForMaskedLM"])
+def test_a_bias_beside_a_tied_head_is_tied_too(tiny: ModuleType, tmp_path: Path, architecture: str) -> None:
+    """BERT's stayed on the meta device, and ModernBERT initialises its head by itself: neither could be run."""
+    sizes = {**tiny.TEXT, "tie_word_embeddings": True}
+    config = getattr(transformers, architecture.replace("ForMaskedLM", "Config"))(**sizes, pad_token_id=0)
+    dense = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        dense.get_output_embeddings().bias.normal_()
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, dense))
+    model.save_pretrained(tmp_path / "folder")
+    found = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "folder")
+    inputs = tiny.inputs_of(architecture)
+    with torch.no_grad():
+        assert torch.equal(found(**inputs).logits, model(**inputs).logits)
+    assert tiny.held_bytes(found) == tiny.held_bytes(model)
+
+
+YOUTU = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FUNNEL = {"vocab_size": 100, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "block_sizes": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [("FunnelModel", FUNNEL), ("YoutuModel", {**YOUTU, "num_key_value_heads": 4, "pad_token_id": 0})],
+)
+def test_a_model_that_initialises_a_row_of_padding_leaves_an_encoded_one(
+    tiny: ModuleType, tmp_path: Path, architecture: str, sizes: dict[str, Any]
+) -> None:
+    """The folder was written and could not be loaded: an encoded weight cannot be written to."""
+    sizes = sizes if architecture == "FunnelModel" else {**tiny.TEXT, **sizes}
+    config = getattr(transformers, architecture.replace("Model", "Config"))(**sizes)
+    dense = getattr(transformers, architecture)(config).eval()
+    model: Any = nstf.runtime.load(tiny.write(tmp_path, dense))
+    model.save_pretrained(tmp_path / "folder")
+    found = transformers.AutoModel.from_pretrained(tmp_path / "folder")
+    inputs = tiny.inputs_of(architecture)
+    with torch.no_grad():
+        assert torch.equal(found(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+
+
 def test_the_reader_of_ranks_takes_the_whole_folder(tiny: ModuleType, tmp_path: Path) -> None:
     from nstf.runtime.rank_folder import RankFolder
 

@@ -118,7 +118,9 @@ def prepared(batch: Batch, tokens: int | None = None) -> Batch:
     return out
 
 
-def start_gradients(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+def start_gradients(module: nn.Module, args: Any, out: Any) -> Any:
     """A hook behind an embedding, whose ids no gradient can flow to: it starts at the embedding's output, as a copy that a
-    model may write into (BLIP adds positions there)."""
+    model may write into (BLIP adds positions there). ProphetNet's positions give their numbers beside it."""
+    if isinstance(out, tuple):
+        return (start_gradients(module, args, out[0]), *out[1:])
     return out if out.requires_grad or not torch.is_grad_enabled() else out.requires_grad_().clone()

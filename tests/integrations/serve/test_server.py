@@ -57,6 +57,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"seed": "x"}, "seed"),
     ({"seed": 1 << 70}, "seed"),
     ({"stream": "yes"}, "stream"),

@@ -1,5 +1,6 @@
 """Models whose embeddings, layers or inputs are unlike Llama's are calibrated and converted all the same."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ TEXT = {
 }
 OPT = {**TEXT, "ffn_dim": 96, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "bos_token_id": 1}
 GEMMA = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+TINY = Path(__file__).parents[3] / "examples" / "tiny_llama" / "model"
 WHISPER = {
     "d_model": 64,
     "encoder_layers": 1,
@@ -44,6 +46,17 @@ WHISPER = {
     "decoder_start_token_id": 1,
     "max_source_positions": 50,
     "begin_suppress_tokens": None,
+}
+PROPHETNET = {
+    "hidden_size": 64,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "vocab_size": 1024,
+    "max_position_embeddings": 32,
 }
 WAV2VEC2 = {
     "hidden_size": 64,
@@ -119,6 +132,18 @@ def test_encoder_decoder_is_given_decoder_inputs(calibrated, tmp_path) -> None:
     folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER)
     file = calibrated(folder)
     assert "model.decoder.layers.1.fc1.weight" in str(file.metadata["hessians"])
+
+
+@pytest.mark.parametrize("kind", ["ForConditionalGeneration", "ForCausalLM"])
+def test_a_decoder_that_foretells_several_tokens_is_measured(calibrated, chosen, tmp_path, kind: str) -> None:
+    """ProphetNet looks up a position more than a text has, and scores tokens by other states than its last."""
+    folder = saved(tmp_path / "m", f"ProphetNet{kind}", "ProphetNetConfig", PROPHETNET)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    assert "decoder.layers.0" in str(calibrated(folder).metadata["hessians"])
+    with open_checkpoint(folder) as checkpoint:
+        model = StreamedModel.from_checkpoint(checkpoint)
+        assert not model.is_causal_lm and longest_window(model) == 30
 
 
 @pytest.mark.parametrize("layers", [1, 3])
