@@ -8,9 +8,6 @@ from nstf.errors import NstfError, UsageError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.\-]{0,95}")
 PATTERNS = [
     "*.safetensors", "*.json", "tokenizer*", "*.tokenizer", "*.model", "*.spm", "bpe.codes", "merges.txt", "vocab.txt",
-    "*.jinja",
-PATTERNS = [
-    "*.safetensors", "*.json", "tokenizer*", "*.tokenizer", "*.model", "*.spm", "bpe.codes", "merges.txt", "vocab.txt",
     "dict.txt", "*.jinja",
 ]  # fmt: skip
 DATA_PATTERNS = ["*.txt", "*.md", "*.jsonl", "*.parquet"]
