@@ -13,16 +13,15 @@ MAX_BYTES = 256 << 20
 # Of settings: 180 bytes for each of 150,000 added tokens.
 MAX_SETTINGS_BYTES = 32 << 20
 TOKENS = "added_tokens.json"
+# Of what turns images and sound into inputs.
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 SETTINGS = (
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     TOKENS,
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
+    *PROCESSORS,
 )
-PROCESSORS = frozenset(SETTINGS[4:])
 # With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's,
 # BARTpho's, RoCBert's, MyT5's, GPT-NeoX-Japanese's, Whisper's.
 CONTENT = (
@@ -84,7 +83,7 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
     """The files with all templates in the tokenizer's settings, as transformers 4 wrote several: an artifact has no folders.
     Not beside a processor, which reads the default one from its file."""
     named = folder / TEMPLATES
-    if not named.is_dir() or "tokenizer_config.json" not in files or PROCESSORS & files.keys():
+    if not named.is_dir() or "tokenizer_config.json" not in files or files.keys() & PROCESSORS:
         return files
     found = {"default": files[DEFAULT_TEMPLATE]} if DEFAULT_TEMPLATE in files else {}
     for name in (name for name in names_in(named) if name.endswith(".jinja")):
