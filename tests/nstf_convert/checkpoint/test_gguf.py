@@ -390,7 +390,21 @@ def test_metadata_that_contradicts_the_tensors_is_corrupt(tmp_path: Path, change
 
 def test_settings_that_no_config_can_state_leave_the_tensors_readable(tmp_path: Path) -> None:
     model = tiny("LlamaForCausalLM")
-    for number, change in enumerate(({"rope.scaling.type": "novel"}, {"attention.head_count": [4, 2]})):
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+    }
+    changes = (
+        {"rope.scaling.type": "novel"},
+        {"attention.head_count": [4, 2]},
+        # The config had these in a word that the class does not read, or left them out: another model.
+        {"rope.dimension_count": model.config.head_dim // 2},
+        yarn | {"rope.scaling.attn_factor": 0.5},
+        yarn | {"rope.scaling.yarn_attn_factor": 0.5},
+        yarn | {"rope.scaling.yarn_log_multiplier": 0.1},
+    )
+    for number, change in enumerate(changes):
         path = write(
             tmp_path / f"{number}.gguf",
             "llama",
