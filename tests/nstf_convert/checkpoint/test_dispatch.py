@@ -151,6 +151,10 @@ def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path])
     with open_checkpoint(folder) as checkpoint:
         assert tokenizer_from_files(checkpoint.files(), "here").chat_template == made.chat_template
     file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_bytes(b"tools:\r\n{{ messages }}")  # saved on Windows
+    with open_checkpoint(folder) as checkpoint:
+        read = tokenizer_from_files(checkpoint.files(), "here").chat_template
+    assert read["tool_use"] == "tools:\n{{ messages }}"
     file.unlink()
     file.symlink_to(Path(__file__))
     with (
