@@ -41,6 +41,7 @@ def convert(
 
     Raises nstf.errors: UsageError, BudgetError (with the smallest size that can be), CorruptError, UnsupportedError.
     """
+    import os
     from pathlib import Path
 
     from nstf.errors import UsageError
@@ -63,6 +64,8 @@ def convert(
             raise UsageError(f"{short(path, 40)} is no path: give a text or a Path")
     texts = [dataset] if isinstance(dataset, str | Path) else list(dataset or ())
     check_path(model)
+    if isinstance(output, str) and output.endswith(os.sep):  # Path forgets that
+        raise UsageError(f"the output {output} is a folder: give the name of a file in it")
     target = Path(output) if output is not None else _default_output(model)
     known = sorted(set(ConvertOptions.__dataclass_fields__) - {"model", "output", "budget", "datasets"})
     unknown = sorted(set(options) - set(known))

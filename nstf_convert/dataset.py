@@ -15,6 +15,8 @@ from nstf_convert.parquet_values import column_values, may_hold_text
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 FIELDS = ("text", "content", "messages", "prompt")
+# What says nothing: the text may be in another field.
+EMPTY: tuple[object, ...] = (None, "", [])
 # Windows' tools begin a text with a mark of its encoding.
 ENCODING = "utf-8-sig"
 BLOCK_CHARS = 16 << 20
@@ -171,15 +173,15 @@ def _jsonl(file: Path, field: str | None) -> Iterator[str]:
 
 
 def _text_of(record: object, field: str | None, where: str) -> str:
-    """The text of one record: a string, or the first known field that holds a string or a chat; "" where such a field is
-    null or an empty chat."""
+    """The text of one record: a string, or the first known field that holds some text or a chat; "" where all are empty or
+    null."""
     if isinstance(record, str) and field is None:
         return _unicode(record, where)
     fields = record if isinstance(record, dict) else {}
     names = [name for name in ((field,) if field else FIELDS) if name in fields]
     for name in names:
         value = fields[name]
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return _unicode(value, where)
         if isinstance(value, bytes):  # a column of parquet that is not marked as UTF-8
             raise UsageError(
@@ -188,7 +190,7 @@ def _text_of(record: object, field: str | None, where: str) -> str:
         turns = [_turn(t) for t in value] if isinstance(value, list) else []
         if turns and None not in turns:
             return _unicode("\n\n".join(text for texts in turns for text in texts or []), where)
-    if any(fields[name] in (None, []) for name in names):
+    if any(fields[name] in EMPTY for name in names):
         return ""
     known = field or ", ".join(FIELDS)
     raise UsageError(f"the dataset {where}: no text under {known}; write it under one of these names")
@@ -258,7 +260,7 @@ def _records(table: Any, columns: list[str], where: str) -> Iterator[dict[str, A
     for number, value in enumerate(column_values(table, columns[0], where)):
         record = {columns[0]: value}
         for name in columns[1:]:
-            if next(reversed(record.values())) not in (None, []):
+            if next(reversed(record.values())) not in EMPTY:
                 break
             values = rows.setdefault(name, enumerate(column_values(table, name, where)))
             record[name] = next(found for at, found in values if at == number)

@@ -32,6 +32,8 @@ _IGNORED_KEYS = frozenset(
     "pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
     "trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
 )
+# Whether OPT has a last norm, its only word for that: a private field like others, but true or false leads nowhere.
+_PRIVATE_FLAG = "_remove_final_layer_norm"
 _LABELS = ("id2label", "label2id")
 _MAX_DEPTH = 16
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -118,15 +120,15 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def harmless(value: Any, depth: int = 0) -> Any:
     """A config without the keys, and without the texts, that can lead transformers to code or to a repository.
 
-    Private keys and those of `_IGNORED_KEYS` go, at every depth, and so does text with a path separator (a
-    kernel or backbone by its hub name), except in labels.
+    Private keys (but for a flag of OPT's) and those of `_IGNORED_KEYS` go, at every depth, and so does text with
+    a path separator (a kernel or backbone by its hub name), except in labels.
     """
     if depth > _MAX_DEPTH:
         return None
     if isinstance(value, Mapping):
         kept = {}
         for key, item in value.items():
-            if key in _LABELS:
+            if key in _LABELS or is_private_flag(key, item):
                 kept[key] = item
             elif not key.startswith("_") and key not in _IGNORED_KEYS and not _names_a_place(item):
                 kept[key] = harmless(item, depth + 1)
@@ -134,6 +136,11 @@ def harmless(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [harmless(item, depth + 1) for item in value if not _names_a_place(item)]
     return value
+
+
+def is_private_flag(key: str, value: object) -> bool:
+    """Whether it is the one private field of a config that a model is made by."""
+    return key == _PRIVATE_FLAG and isinstance(value, bool)
 
 
 # Of settings of tokenizers: how keys end that name files or folders, and keys whose text is taken for a file's name. The

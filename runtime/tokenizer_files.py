@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
                 raise NstfError(f"{folder}: cannot be read ({fault.strerror}); check the disk") from error
             reason = " ".join(str(error).split()).replace(folder, where)[:300]
             names = ", ".join(sorted(set(files) - set(_NOT_TOKENIZER))) or "no files"
+            # transformers tries that for every .model where this is missing, and asks for the wrong one.
+            if "tiktoken" in reason and ".model" in names and find_spec("sentencepiece") is None:
+                reason = "a .model file needs the package sentencepiece; run `pip install sentencepiece`"
             raise UnsupportedError(
                 f"{where}: transformers cannot build a tokenizer of {names}: {reason}"
             ) from error

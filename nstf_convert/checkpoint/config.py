@@ -12,7 +12,7 @@ from typing import Any
 
 from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.config import MAX_LABELS
-from nstf.runtime.skeleton import ARGUMENTS_OF, leads_away
+from nstf.runtime.skeleton import ARGUMENTS_OF, is_private_flag, leads_away
 
 MAX_DEPTH = 6
 MAX_ITEMS = 200_000
@@ -118,6 +118,8 @@ def _filter(
             kept[key], cut = _labels(key, value, where)
             if cut:
                 dropped.append(f"{name} (the end of {cut} long label{'s' * (cut != 1)})")
+        elif is_private_flag(key, value):
+            kept[key] = value
         elif not KEY.fullmatch(key) or key in DENIED or key.startswith("_"):
             dropped.append(name[:120])
         elif isinstance(value, dict):

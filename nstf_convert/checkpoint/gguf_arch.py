@@ -144,6 +144,22 @@ def _short_float(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+# What llama.cpp multiplies attention by beside what follows from the factor, and how much of YaRN it mixes in.
+USUAL_SCALING = {"attn_factor": 1.0}
+USUAL_YARN = {"yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+
+
+def _check_scaling(meta: Metadata, kind: str) -> None:
+    """Raises UnsupportedError for a scaling that no config states."""
+    for name, usual in (USUAL_SCALING | (USUAL_YARN if kind == "yarn" else {})).items():
+        stated = meta.number(f"rope.scaling.{name}", usual)
+        if stated != usual and not (name == "yarn_ext_factor" and stated < 0):  # negative: the usual one
+            raise UnsupportedError(
+                f"{meta.path}: metadata {meta.prefix}.rope.scaling.{name} is {stated:g}, not {usual:g}, for which "
+                "transformers has no setting"
+            )
+
+
 def _rope(meta: Metadata) -> Config:
     """`rope_parameters`: theta and the scaling that the metadata states."""
     theta = _short_float(meta.number("rope.freq_base", 10000.0))
@@ -154,10 +170,17 @@ def _rope(meta: Metadata) -> Config:
     rope: Config = {"rope_type": "default", "rope_theta": theta}
     width = meta.integer("rope.dimension_count", meta.head_dim)
     if width != meta.head_dim:
+        # Of the classes here one alone reads this; the others turn whole heads, whatever the config says.
+        if meta.prefix != "phi3":
+            raise UnsupportedError(
+                f"{meta.path}: {width} of a head's {meta.head_dim} numbers are turned, which transformers' {meta.prefix} "
+                "does not do"
+            )
         rope["partial_rotary_factor"] = width / meta.head_dim
     # Without a word for it a factor is linear, as llama.cpp has it; files of 2023 have it under the second name.
     at = "rope.scaling.factor" if meta.get("rope.scaling.factor") is not None else "rope.scale_linear"
     kind = meta.get("rope.scaling.type", "linear" if meta.number(at, 0.0) else "none")
+    _check_scaling(meta, str(kind))
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):

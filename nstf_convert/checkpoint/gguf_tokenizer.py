@@ -1,8 +1,11 @@
 """The tokenizer of a GGUF file as tokenizer.json and friends, through transformers' own converters."""
 
 import json
+import logging
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from nstf.errors import UnsupportedError
 from nstf.runtime.tokenizing import foreign_errors
@@ -10,10 +13,27 @@ from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
 from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, without_code
 
+log = logging.getLogger(__name__)
+
 # Of a token: merges are made of all places where one can be divided, in time that grows with the square.
 MOST_LETTERS = 4096
 # Rules of splitting that come with a first token in llama.cpp (llama-vocab.cpp).
 BEGINNING = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
+# Rules that take each digit by itself and split as GPT-2 does, and rules of GPT-2 alone. transformers splits as GPT-2 does
+# by every rule that it does not know.
+DIGITS = ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b")
+AS_GPT2 = (
+    "gpt-2",
+    "phi-2",
+    "mpt",
+    "olmo",
+    "jais",
+    "trillion",
+    "gigachat",
+    "mellum",
+    "modern-bert",
+    "roberta-bpe",
+)
 
 
 def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
@@ -48,6 +68,7 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         tokenizer = AutoTokenizer.from_pretrained(
             str(alone), gguf_file="model.gguf", local_files_only=True, trust_remote_code=False, **begins
         )
+        _split_as_stated(tokenizer, header, path)
         tokenizer.save_pretrained(saved)
         found = {p.name: p.read_bytes() for p in saved.iterdir() if p.name in (*SETTINGS, *CONTENT)}
     for name in SETTINGS:
@@ -64,6 +85,37 @@ def _begins_unasked(header: GgufHeader) -> bool:
     stated = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
     usual = stated.get("model") == "gpt2" and stated.get("pre") in BEGINNING
     return usual and "add_bos_token" not in stated and type(stated.get("bos_token_id")) is int
+
+
+def _split_as_stated(tokenizer: Any, header: GgufHeader, path: Path) -> None:
+    """Gives the tokenizer the rule by which llama.cpp splits text, or says that it has another one."""
+    rule, model = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("pre", "model"))
+    if model != "gpt2" or not isinstance(rule, str):
+        return
+    from tokenizers import pre_tokenizers
+
+    if rule in DIGITS:
+        steps = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    elif rule not in AS_GPT2 and rule not in _known_rules():
+        log.warning(
+            "%s: its tokenizer splits text by the rule %s, which is not known here: GPT-2's is taken, which gives other "
+            "tokens",
+            path,
+            rule[:40],
+        )
+
+
+def _known_rules() -> Collection[str]:
+    """The rules of splitting that transformers knows, as far as it has a list of them."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return BEGINNING
+    return tuple(GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def compact(content: bytes) -> bytes:

@@ -95,7 +95,10 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
     if found.keys() <= {"default"}:
         return files
     try:
-        templates = [{"name": name, "template": text.decode()} for name, text in found.items()]
+        # Ends of lines as transformers reads them from a file.
+        templates = [
+            {"name": name, "template": text.decode().replace("\r\n", "\n")} for name, text in found.items()
+        ]
     except UnicodeDecodeError as error:
         raise CorruptError(
             f"{named} holds a template that is not UTF-8; download the checkpoint again"

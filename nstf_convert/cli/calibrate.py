@@ -31,7 +31,12 @@ from nstf_convert.cli.unused import leave_out_unused
 )
 def calibrate(
     model: options.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The calibration file to write.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", parser=options.file_path, metavar="PATH", help="The calibration file to write."
+        ),
+    ],
     json: options.Json = False,
     *,
     settings: Mapping[str, Any],

@@ -32,7 +32,13 @@ def convert(
     model: options.Model,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The .nstf file to write; by default the model's name, here."),
+        typer.Option(
+            "--output",
+            "-o",
+            parser=options.file_path,
+            metavar="PATH",
+            help="The .nstf file to write; by default the model's name, here.",
+        ),
     ] = None,
     budget: options.BudgetText = None,
     target_size: options.TargetSize = None,

@@ -79,6 +79,15 @@ Stop = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output.")]
 
+
+def file_path(text: str) -> Path:
+    """The path of a file to write. Raises UsageError for one that ends as a folder's does: Path forgets that, and a file of
+    that name would lie where a folder was meant."""
+    if text.endswith(os.sep):
+        raise UsageError(f"the output {text} is a folder: give the name of a file in it")
+    return Path(text)
+
+
 # The pipeline is asked for a budget even when none matters (calibrate): the whole checkpoint.
 NO_BUDGET: tuple[BudgetKind, float] = ("ratio", 1.0)
 

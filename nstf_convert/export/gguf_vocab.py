@@ -184,7 +184,7 @@ def _write_special(writer: Any, folder: Path, data: dict[str, Any], config: dict
     template = config.get("chat_template")
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        template = separate.read_text()
+        template = separate.read_text(encoding="utf-8")
     _write_templates(writer, template)
 
 

@@ -43,8 +43,10 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     side = weights.SideFile(folder / f"{stem}.onnx.data")
 
     names = set(_names(artifact))
+    asked: set[str] = set()
 
     def get(name: str) -> EncodedTensor:
+        asked.add(name)
         if name not in names:
             raise UnsupportedError(
                 f"{artifact.path} has no {name!r}, which its config.json asks for; fetch or convert it again"
@@ -61,6 +63,12 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
         with as_stated(artifact, "onnx"):
             graph = onnx_graph.Graph(config, side, get, names)
         model = graph.build()
+        # A classifier's head, say: without it the graph would be that of a language model.
+        if unused := sorted(names - asked):
+            raise UnsupportedError(
+                f"target 'onnx': tensor {unused[0]!r} has no place in the graph of a language model: use target 'hf' and "
+                "Optimum"
+            )
     finally:
         side.close()
     (folder / f"{stem}.onnx").write_bytes(model.SerializeToString())

@@ -63,7 +63,12 @@ def measure(
         limit = min(seq_len, longest_window(before))
         inputs, kind = gates.text_batches(tokenizer, text, limit, windows), "text"
     else:
-        inputs, kind = gates.synthetic_batches(before.config, windows, seed=0), "seeded noise"
+        try:
+            inputs, kind = gates.synthetic_batches(before.config, windows, seed=0), "seeded noise"
+        except UsageError as error:
+            if text is not None or getattr(before.module, "main_input_name", "") != "input_ids":
+                raise
+            raise UsageError("`dataset` is missing: give the path of a text to measure on") from error
         if text is not None:
             log.warning("%s holds no tokenizer: measured on seeded noise, not on %s", test.where, dataset)
     with torch.inference_mode():

@@ -355,7 +355,7 @@ def _first_problem(
 def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     """Names and shapes of the weights that a config asks for, tied ones once; nothing is allocated."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     from nstf.runtime.skeleton import no_hub_kernels, parameter_names, parameters_on_meta
 
@@ -366,12 +366,21 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     text = _text_of(config)
     try:
         with torch.device("meta"), torch.no_grad(), no_hub_kernels(), parameters_on_meta(_CONFIG_LIMITS):
-            model = AutoModelForCausalLM.from_config(text, trust_remote_code=False)
+            # The text of a model that reads images too may have no class with a head (Qwen2-VL).
+            part = (
+                text.model_type != config.get("model_type") and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            )
+            kind = AutoModel if part else AutoModelForCausalLM
+            model = kind.from_config(text, trust_remote_code=False)
     except Exception as error:
         raise UnsupportedError(
             f"transformers cannot build a model of type {text.model_type!r}: {' '.join(str(error).split())[:200]}"
         ) from error
     shapes = {name: tuple(model.get_parameter(name).shape) for name in parameter_names(model)}
+    if part:
+        shapes = {f"model.{name}": shape for name, shape in shapes.items()}
+        if not config.get("tie_word_embeddings", getattr(text, "tie_word_embeddings", False)):
+            shapes["lm_head.weight"] = (int(text.vocab_size), int(text.hidden_size))
     if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
         raise UsageError(f"the config's sizes make {empty} a tensor without elements: {list(shapes[empty])}")
     return shapes

@@ -23,6 +23,8 @@ def test_a_model_of_small_tensors_alone_is_told_its_smallest_size(tiny, tmp_path
 def test_python_is_told_what_it_got_wrong(tiny) -> None:
     with pytest.raises(UsageError, match="exactly one of budget, target_size"):
         nstf_convert.convert(tiny.folder, budget=0.5, target_bpw=3.0)
+    with pytest.raises(UsageError, match="new/ is a folder"):
+        nstf_convert.convert(tiny.folder, budget=0.5, output="new/")
     with pytest.raises(UsageError, match="unknown option 'sampels': there are"):
         nstf_convert.convert(tiny.folder, budget=0.5, sampels=3)
     with pytest.raises(UsageError, match="the effort 'quick' is not known: choose fast, balanced, best"):

@@ -76,6 +76,8 @@ SPARSE = [
         ]
     },
     {"text": None, "prompt": "d"},
+    {"text": "", "content": "e"},
+    {"text": "", "messages": []},
 ]
 
 
@@ -83,7 +85,7 @@ def test_records_without_a_text_are_passed_over(tmp_path: Path) -> None:
     """One null, or a call of a tool in a chat, refused a whole dataset."""
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(map(json.dumps, SPARSE)))
-    assert list(load_text(path)) == ["a", "", "", "b", "c", "d"]
+    assert list(load_text(path)) == ["a", "", "", "b", "c", "d", "e", ""]
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     chats: list[Any] = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], [], None]
     parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "x.parquet")
@@ -106,9 +108,9 @@ def test_a_row_of_parquet_without_a_text_has_it_in_another_column(tmp_path: Path
     assert list(load_text(tmp_path / "x.parquet")) == expected
     assert list(load_text(tmp_path / "x.parquet", "content")) == ["c", "not this"]
     # What holds no texts is not looked at: pictures under one of the names.
-    columns = {"text": ["a", None], "content": [b"\xff", b"\xff"], "prompt": [None, "b"]}
+    columns = {"text": ["a", None, ""], "content": [b"\xff"] * 3, "prompt": [None, "b", "c"]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "y.parquet")
-    assert list(load_text(tmp_path / "y.parquet")) == ["a", "b"]
+    assert list(load_text(tmp_path / "y.parquet")) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("name, content", [("x.jsonl", '{"text": "a"}\n'), ("x.txt", "a")])

@@ -56,8 +56,10 @@ def test_what_a_model_needs_is_kept() -> None:
         "layer_types": ["full_attention"],
         "eos_token_id": [1, 2],
         "pad_token_id": None,
+        "_remove_final_layer_norm": True,
     }
     assert harmless(config) == config
+    assert "_remove_final_layer_norm" not in harmless({"_remove_final_layer_norm": "evil"})
 
 
 def test_a_config_nested_without_end_is_cut() -> None:

@@ -137,6 +137,14 @@ def test_the_kinds_of_nemotrons_layers_pass() -> None:
     assert len(NemotronHConfig.from_dict(config).layer_types) == 98
 
 
+def test_an_opt_without_its_last_norm_is_whole(make_folder: Callable[..., Path]) -> None:
+    """The field is a private one: without it the norm was missing in the file."""
+    sizes = {"ffn_dim": 32, "word_embed_proj_dim": 32, "_remove_final_layer_norm": True}
+    with open_checkpoint(make_folder("OPTForCausalLM", **sizes)) as checkpoint:
+        assert checkpoint.architecture == "OPTForCausalLM" and not checkpoint.notes
+        assert checkpoint.config is not None and checkpoint.config["_remove_final_layer_norm"] is True
+
+
 def test_no_module_of_the_folder_is_imported(make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder, canary = make_folder("LlamaForCausalLM"), tmp_path / "canary"
     code = f"import pathlib; pathlib.Path({str(canary)!r}).write_text('run')\n"

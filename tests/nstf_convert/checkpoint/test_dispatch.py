@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def test_a_tokenizer_of_several_vocabularies_reads_as_in_the_folder(llama_folder
     assert dict(read("你好")) == dict(tokenizer("你好"))
 
 
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="it is there")
+def test_a_missing_sentencepiece_is_named(make_folder: Callable[..., Path]) -> None:
+    """transformers asks for tiktoken, with which such a file is not read either."""
+    from nstf.runtime.tokenizer_files import tokenizer_from_files
+
+    folder = make_folder("LlamaForCausalLM")
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(UnsupportedError, match="needs the package sentencepiece"),
+    ):
+        tokenizer_from_files(checkpoint.files(), "here")
+
+
 def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path]) -> None:
     """transformers 5 writes all but the default one into a folder, where nobody looked."""
     from tokenizers import Tokenizer, models
@@ -151,6 +167,10 @@ def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path])
     with open_checkpoint(folder) as checkpoint:
         assert tokenizer_from_files(checkpoint.files(), "here").chat_template == made.chat_template
     file = folder / "additional_chat_templates" / "tool_use.jinja"
+    file.write_bytes(b"tools:\r\n{{ messages }}")  # saved on Windows
+    with open_checkpoint(folder) as checkpoint:
+        read = tokenizer_from_files(checkpoint.files(), "here").chat_template
+    assert read["tool_use"] == "tools:\n{{ messages }}"
     file.unlink()
     file.symlink_to(Path(__file__))
     with (

@@ -240,6 +240,27 @@ def test_a_text_begins_as_llama_cpp_begins_it(
     assert (tokens[0] == 1) is begins and len(tokens) == 1 + begins
 
 
+def test_text_is_split_as_the_file_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every rule that transformers does not know was GPT-2's without a word: \"12\" came as one piece."""
+    from nstf.runtime.tokenizer_files import tokenizer_from_files
+
+    model = tiny("LlamaForCausalLM")
+    for pre, pieces in (("smollm", ["a", "Ġ", "1", "2"]), ("deepseek-llm", ["a", "Ġ12"])):
+        path = write(
+            tmp_path / f"{pre}.gguf",
+            "llama",
+            ggml_tensors(model, "llama"),
+            metadata_of(model),
+            None,
+            True,
+            pre,
+        )
+        with open_checkpoint(path) as checkpoint:
+            split = tokenizer_from_files(checkpoint.files(), "here").backend_tokenizer.pre_tokenizer
+        assert [piece for piece, _ in split.pre_tokenize_str("a 12")] == pieces
+        assert ("by the rule deepseek-llm, which is not known" in caplog.text) is (pre == "deepseek-llm")
+
+
 def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path: Path) -> None:
     keys = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "\u0120b", "<s>"],
@@ -390,7 +411,21 @@ def test_metadata_that_contradicts_the_tensors_is_corrupt(tmp_path: Path, change
 
 def test_settings_that_no_config_can_state_leave_the_tensors_readable(tmp_path: Path) -> None:
     model = tiny("LlamaForCausalLM")
-    for number, change in enumerate(({"rope.scaling.type": "novel"}, {"attention.head_count": [4, 2]})):
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+    }
+    changes = (
+        {"rope.scaling.type": "novel"},
+        {"attention.head_count": [4, 2]},
+        # The config had these in a word that the class does not read, or left them out: another model.
+        {"rope.dimension_count": model.config.head_dim // 2},
+        yarn | {"rope.scaling.attn_factor": 0.5},
+        yarn | {"rope.scaling.yarn_attn_factor": 0.5},
+        yarn | {"rope.scaling.yarn_log_multiplier": 0.1},
+    )
+    for number, change in enumerate(changes):
         path = write(
             tmp_path / f"{number}.gguf",
             "llama",

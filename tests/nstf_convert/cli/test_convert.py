@@ -167,6 +167,8 @@ def test_the_output_is_never_lost_by_accident(nstf, pipeline, tiny, tmp_path):
     gguf.write_bytes(b"x")
     assert "is the input" in nstf("convert", gguf, *BUDGET, "-o", gguf, "--force").err
     assert "is a folder" in nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path).err
+    # A file of that name was written, without the slash.
+    assert "new/ is a folder" in nstf("convert", tiny.folder, *BUDGET, "-o", f"{tmp_path}/new/").err
     assert "does not exist" in nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "a" / "m.nstf").err
 
 

@@ -244,6 +244,21 @@ def test_models_without_a_place_are_refused(
     assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("target", ["gguf", "onnx"])
+def test_a_classifier_becomes_no_language_model(tmp_path: Path, tiny: ModuleType, target: str) -> None:
+    """Its head was left out of the .onnx, and the logits were made of the embedding table."""
+    import transformers
+
+    from nstf.errors import UnsupportedError
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64, "intermediate_size": 64}
+    config = transformers.LlamaConfig(vocab_size=100, max_position_embeddings=64, num_labels=3, **sizes)
+    path = tiny.write(tmp_path, transformers.LlamaForSequenceClassification(config).eval())
+    with pytest.raises(UnsupportedError, match=r"'score\.weight' has no place in"):
+        exports.export(path, exports.Request(target, tmp_path / f"out.{target}", allow_loss=True))
+    assert {p.name for p in tmp_path.iterdir()} == {"model.nstf"}
+
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 LOCAL_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},

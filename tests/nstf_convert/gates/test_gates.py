@@ -198,7 +198,7 @@ def test_numbers_of_a_config_that_are_none_are_refused(wrong: dict[str, object])
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
 
 
-def measured(tiny, folder, kind: str, **settings):
+def measured(tiny, folder, kind: str, with_text: bool = True, **settings):
     """The figures and the protocol of a model of that class against itself, with windows of 512 tokens."""
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
@@ -206,7 +206,13 @@ def measured(tiny, folder, kind: str, **settings):
     for name in ("tokenizer.json", "tokenizer_config.json") * (kind != "ViTModel"):
         shutil.copy(tiny.folder / name, folder)
     with open_side(str(folder)) as test, open_side(str(folder)) as reference:
-        return measure(reference, test, tiny.text, 2, 512)
+        return measure(reference, test, tiny.text if with_text else None, 2, 512)
+
+
+def test_an_encoder_of_text_is_asked_for_one(tiny, tmp_path):
+    """It was said to have no tokenizer, which lay beside it."""
+    with pytest.raises(UsageError, match="`dataset` is missing"):
+        measured(tiny, tmp_path, "BertModel", with_text=False, **SMALL)
 
 
 def test_windows_are_as_long_as_the_model_can_read(tiny, tmp_path, caplog):

@@ -61,6 +61,23 @@ FAMILIES = {
 }  # fmt: skip
 
 
+QWEN2_VL = {
+    "model_type": "qwen2_vl", "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
+    "num_hidden_layers": 28, "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_of_a_model_that_reads_images_is_divided(tied: bool) -> None:
+    """transformers has no class of Qwen2-VL's text with a head, and its config could not be placed."""
+    found = of_config("x", QWEN2_VL | {"tie_word_embeddings": tied}, "bf16")
+    assert found.size_bytes / 2 == pytest.approx(1.544e9 if tied else 1.777e9, rel=0.001)
+    assert found.tied is tied and found.head is not None and found.head.shape == (151936, 1536)
+    assert len(found.layers) == 28 and found.problem(2) is None
+
+
 NEO = {"gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16}}
 
 
