@@ -21,6 +21,7 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
     with as_stated(artifact, "onnx"):
         onnx_graph.check(config)
         rotary_bytes = onnx_graph.rotary_bytes(config)
+    onnx_graph.check_names(_names(artifact))
     items = []
     for name in _names(artifact):
         encoded = artifact.encoded(name)

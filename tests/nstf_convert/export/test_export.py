@@ -244,6 +244,19 @@ def test_models_without_a_place_are_refused(
     assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
+def test_a_head_that_the_graph_does_not_read_is_refused(
+    tiny: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
+    """A classifier's was left out: a language model was written, whose logits were products with the table."""
+    import transformers
+
+    pytest.importorskip("onnx")
+    config = tiny.new_model("LlamaForCausalLM").config
+    path = tiny.write(tmp_path, transformers.LlamaForSequenceClassification(config).eval())
+    assert run(["export", str(path), "--to", "onnx", "-o", str(tmp_path / "x")]) == 6
+    assert "tensor 'score.weight' has no place" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 LOCAL_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
