@@ -1,6 +1,7 @@
 """`nstf profile`: FLOPs, bytes, intensity, roofline class and time of every operator of a model."""
 
 import inspect
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,9 @@ from nstf_convert.cli.sizes import format_bytes
 
 if TYPE_CHECKING:
     from nstf.analyzers.roofline import Phase, Profile
+
+
+log = logging.getLogger(__name__)
 
 
 def profile(
@@ -69,7 +73,7 @@ def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float,
     """Loads the model whole, runs a prefill and (for language models) a decode pass, and profiles both."""
     import torch
 
-    from nstf.analyzers.roofline import Device, measure_device
+    from nstf.analyzers.roofline import SLOW_S, Device, least_seconds, measure_device
     from nstf.analyzers.roofline import profile as profile_module
     from nstf.runtime.generate import of_the_model
 
@@ -81,6 +85,14 @@ def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float,
         peak = measure_device(place, dtype)
     else:
         peak = Device(str(place), peaks[0], peaks[1], "given")
+    if (seconds := least_seconds(module, peak, tokens * batch)) > SLOW_S:
+        log.warning(
+            "a pass over %d x %d tokens takes %.0f s or more here, and at least three are made: a smaller --batch or "
+            "fewer --tokens take less",
+            batch,
+            tokens,
+            seconds,
+        )
     try:
         prefill, decode = passes(module, tokens, batch, place)
         return profile_module(module, prefill, decode, peak, tokens=tokens, batch=batch)

@@ -225,6 +225,13 @@ def test_profile_prints_both_phases_and_json(nstf, tiny):
     assert any("attention products" in name for name in names)
 
 
+def test_profile_says_how_long_passes_take_that_are_long(nstf, tiny):
+    """With a million sequences it ran for hours without a word."""
+    result = nstf("profile", tiny.coarse, "--device-peak", "0.000001,20", "--tokens", 4, "--batch", 2)
+    assert result.code == 0 and "a pass over 2 x 4 tokens takes" in result.err
+    assert "a pass over" not in nstf("profile", tiny.coarse, "--device-peak", "100,20", "--tokens", 4).err
+
+
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
