@@ -138,6 +138,7 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
 
     from nstf.runtime.generate import stated_context
     from nstf_convert.gates.evaluate import synthetic_batches
+    from nstf_convert.own_forward import needs_images
 
     config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
     vocabulary = getattr(config, "vocab_size", None)
@@ -146,7 +147,7 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
     reads_text = "input_ids" in inspect.signature(module.forward).parameters
     other = getattr(module, "main_input_name", "input_ids") != "input_ids"
     # BEiT states a vocabulary, too, of pieces of images.
-    if not (vocabulary and reads_text) or (two_sided and other):
+    if not (vocabulary and reads_text) or (two_sided and other) or needs_images(module):
         inputs = {
             k: v.to(place) for k, v in synthetic_batches(module.config.to_dict(), batch, seed=0)[0].items()
         }

@@ -285,6 +285,19 @@ def test_profile_runs_prompt_and_answer_of_an_encoder_decoder(nstf, tmp_path, na
 
 
 VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"num_attention_heads": 2, "image_size": 16}
+BLIP2 = {
+    "vision_config": {**VISION, "patch_size": 8},
+    "qformer_config": {**SMALL, "num_attention_heads": 2, "encoder_hidden_size": 32},
+    "text_config": {
+        **SMALL,
+        "model_type": "opt",
+        "ffn_dim": 32,
+        "word_embed_proj_dim": 32,
+        "num_attention_heads": 2,
+    },
+    "num_query_tokens": 2,
+    "image_token_index": 49,
+}
 
 
 @pytest.mark.parametrize(
@@ -292,6 +305,8 @@ VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"num_attention
     [
         ("BeitForImageClassification", {**VISION, "patch_size": 8}, 0, ""),
         ("VideoMAEForVideoClassification", {**VISION, "patch_size": 8}, 2, "does not run on pixel_values of the size"),
+        # It was run on a text alone.
+        ("Blip2ForConditionalGeneration", BLIP2, 2, "does not run on pixel_values of the size"),
         ("Wav2Vec2ForCTC", {**SMALL, "num_attention_heads": 2, "num_conv_pos_embedding_groups": 2}, 2,
          "nstf cannot make inputs for it"),
     ],
