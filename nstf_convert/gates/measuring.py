@@ -63,7 +63,10 @@ def measure(
         limit = min(seq_len, longest_window(before))
         inputs, kind = gates.text_batches(tokenizer, text, limit, windows), "text"
     else:
-        inputs, kind = gates.synthetic_batches(before.config, windows, seed=0), "seeded noise"
+        inputs, kind = (
+            gates.synthetic_batches(before.module.config.to_dict(), windows, seed=0),
+            "seeded noise",
+        )
         if text is not None:
             log.warning("%s holds no tokenizer: measured on seeded noise, not on %s", test.where, dataset)
     with torch.inference_mode():

@@ -304,7 +304,7 @@ BLIP2 = {
     ("name", "settings", "code", "message"),
     [
         ("BeitForImageClassification", {**VISION, "patch_size": 8}, 0, ""),
-        ("VideoMAEForVideoClassification", {**VISION, "patch_size": 8}, 2, "does not run on pixel_values of the size"),
+        ("VideoMAEForVideoClassification", {**VISION, "patch_size": 8, "num_frames": 2}, 0, ""),
         # It was run on a text alone.
         ("Blip2ForConditionalGeneration", BLIP2, 2, "does not run on pixel_values of the size"),
         ("Wav2Vec2ForCTC", {**SMALL, "num_attention_heads": 2, "num_conv_pos_embedding_groups": 2}, 2,

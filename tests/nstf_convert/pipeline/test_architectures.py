@@ -247,6 +247,23 @@ def test_a_model_of_text_and_images_asks_for_both(architecture: str, chosen, tmp
     assert convert(options).report["accuracy"]["final"]["mean_cosine"] > 0.99
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("VideoMAE", {"image_size": 16, "patch_size": 8, "num_frames": 2}),
+        ("AST", {"num_mel_bins": 16, "max_length": 32, "patch_size": 8}),
+    ],
+)
+def test_films_and_spectrograms_by_time_are_made_up(
+    kind: str, settings: dict[str, int], chosen, tmp_path
+) -> None:
+    """Models of films were given images, and AST nothing."""
+    sizes = {key: size for key, size in TEXT.items() if key != "vocab_size"}
+    task = "ForVideoClassification" if kind == "VideoMAE" else "ForAudioClassification"
+    folder = saved(tmp_path / "m", f"{kind}{task}", f"{kind}Config", {**sizes, **settings})
+    assert convert(chosen(folder)).report["accuracy"]["final"]["mean_cosine"] > 0.99
+
+
 def test_a_model_that_reads_no_text_without_an_image_asks_for_both(chosen, tmp_path) -> None:
     """It was taken for a language model, and its config blamed."""
     vision = {**TEXT, "image_size": 16, "patch_size": 8}
