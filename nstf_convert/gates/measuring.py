@@ -63,10 +63,13 @@ def measure(
         limit = min(seq_len, longest_window(before))
         inputs, kind = gates.text_batches(tokenizer, text, limit, windows), "text"
     else:
-        inputs, kind = (
-            gates.synthetic_batches(before.module.config.to_dict(), windows, seed=0),
-            "seeded noise",
-        )
+        try:
+            inputs = gates.synthetic_batches(before.module.config.to_dict(), windows, seed=0)
+        except UsageError as error:
+            if text is None and kinds[0][1] == "input_ids" and test.tokenizer() is not None:
+                raise UsageError("`dataset` is missing: give the path of held-out text") from error
+            raise
+        kind = "seeded noise"
         if text is not None:
             log.warning("%s holds no tokenizer: measured on seeded noise, not on %s", test.where, dataset)
     with torch.inference_mode():

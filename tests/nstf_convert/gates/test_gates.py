@@ -223,6 +223,17 @@ def test_inputs_of_an_encoder_are_as_long_as_it_can_read(tiny, tmp_path):
     assert protocol["inputs"] == "text" and protocol["dataset"] == str(tiny.text)
 
 
+def test_an_encoder_of_text_asks_for_text(tiny, tmp_path):
+    """It was said to have no tokenizer, image size or mel bands."""
+    measured(tiny, tmp_path, "BertModel", max_position_embeddings=32, **SMALL)
+    with (
+        open_side(str(tmp_path)) as test,
+        open_side(str(tmp_path)) as reference,
+        pytest.raises(UsageError, match="`dataset` is missing"),
+    ):
+        measure(reference, test, None, 2, 512)
+
+
 def test_a_text_that_nobody_reads_is_not_called_the_dataset(tiny, tmp_path, caplog):
     _, protocol = measured(tiny, tmp_path, "ViTModel", image_size=16, patch_size=8, **SMALL)
     assert protocol["inputs"] == "seeded noise" and protocol["dataset"] is None
