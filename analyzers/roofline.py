@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 MEMORY_BOUND = "memory"
 COMPUTE_BOUND = "compute"
+# A pass that takes so many seconds is run once more with a clock and once with hooks: what disturbs it is small beside it,
+# and a million sequences would take hours.
+SLOW_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ def profile(
     batch: int,
     repeats: int = 3,
 ) -> Profile:
-    """Profiles a model. prefill, decode: closures that run one forward pass; the fastest of `repeats` counts.
+    """Profiles a model. prefill, decode: closures that run one forward pass; the fastest of `repeats` counts, of a slow one
+    the only one.
 
     decode: a pass of one new token per sequence, or None for models that do not generate.
     """
@@ -158,6 +162,11 @@ def operator_cost(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> tu
     if shape is not None and len(shape) == 2:
         return "linear", 2.0 * x.numel() / x.shape[-1] * math.prod(shape), traffic + weights
     return None
+
+
+def least_seconds(model: nn.Module, device: Device, tokens: int) -> float:
+    """What a pass of so many tokens takes at least: two FLOPs for a weight and token."""
+    return 2.0 * _parameters(model) * tokens / device.flops
 
 
 def weight_shape(module: nn.Module) -> tuple[int, ...] | None:
@@ -204,11 +213,11 @@ def _phase(
 ) -> Phase:
     place = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
     with torch.inference_mode():
-        run()
+        turns = range(1 if _time(run, place) > SLOW_S else max(1, repeats))
         # The whole pass is timed without hooks, the operators in a pass of their own.
-        times = [_time(run, place) for _ in range(max(1, repeats))]
+        times = [_time(run, place) for _ in turns]
         best: dict[str, _Record] = {}
-        for _ in range(max(1, repeats)):
+        for _ in turns:
             with _recording(model, place) as records:
                 run()
             for key, record in records.items():

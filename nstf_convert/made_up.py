@@ -2,7 +2,7 @@
 that alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,8 @@ from nstf.runtime.artifact.header import short
 MOST_ELEMENTS = 1 << 22
 # Positions of a model whose config does not say how many it has.
 UNBOUNDED = 1 << 30
+# The type of AST, whose spectrograms are [time, bands] and called `input_values`, as waveforms are elsewhere.
+SPECTROGRAM_BY_TIME = "audio-spectrogram-transformer"
 
 
 def made_up_shape(sizes: Sequence[object]) -> tuple[int, ...]:
@@ -25,6 +27,12 @@ def made_up_shape(sizes: Sequence[object]) -> tuple[int, ...]:
             f"give real inputs where a dataset is taken; nstf makes at most {MOST_ELEMENTS} elements of each"
         )
     return shape
+
+
+def frames(config: Mapping[str, Any]) -> tuple[object, ...]:
+    """How many images one input of a model of films is (VideoMAE, ViViT, TimeSformer), first of its sizes; () of others."""
+    found = config.get("num_frames")
+    return () if found is None else (found,)
 
 
 def longest_window(model: Any) -> int:

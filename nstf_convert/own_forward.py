@@ -17,6 +17,12 @@ def takes_embeddings(module: nn.Module) -> bool:
     return "inputs_embeds" in inspect.signature(type(module).forward).parameters
 
 
+def needs_images(module: nn.Module) -> bool:
+    """Whether a model reads no text without images (BLIP-2, InstructBLIP); most of its kind do (LLaVA)."""
+    taken = inspect.signature(type(module).forward).parameters.get("pixel_values")
+    return taken is not None and taken.default is taken.empty
+
+
 def logits_of(module: Any, base: nn.Module, hidden: Tensor) -> Tensor:
     """Logits [n, vocabulary] of a model, which `takes_embeddings`, for hidden states [n, hidden] of its `base`, a child."""
     top = copy.copy(module)

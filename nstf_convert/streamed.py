@@ -21,7 +21,7 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, o
 from nstf.runtime.artifact.config import Limits, limits_of
 from nstf_convert.device_weights import DeviceWeights
 from nstf_convert.module_kinds import LINEAR_TYPES, buffers_to, conv1d, read_parts
-from nstf_convert.own_forward import logits_of, takes_embeddings
+from nstf_convert.own_forward import logits_of, needs_images, takes_embeddings
 
 # Weights at most this large stay loaded: fetching them again costs more than the memory they take.
 RESIDENT_BYTES = 256 * 1024
@@ -187,6 +187,7 @@ class StreamedModel:
             )
             and not getattr(self.module.config, "is_encoder_decoder", False)
             and not hasattr(self.module.config, "ngram")  # ProphetNet's head reads other states than the last
+            and not needs_images(self.module)
         )
 
     @property

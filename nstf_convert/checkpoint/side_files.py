@@ -1,10 +1,12 @@
 """The small files beside the weights that an artifact carries: tokenizer and generation settings."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from nstf.errors import CorruptError
+from nstf.runtime.artifact.header import short
 from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names_in, read_small
@@ -54,6 +56,8 @@ CONTENT = (
     "tekken.json",
 )
 
+log = logging.getLogger(__name__)
+
 # Where transformers 5 keeps the templates of a tokenizer that has several, but for the default one.
 TEMPLATES, DEFAULT_TEMPLATE = "additional_chat_templates", "chat_template.jinja"
 
@@ -81,9 +85,13 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
 def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
     """The files with all templates in the tokenizer's settings, as transformers 4 wrote several: an artifact has no folders.
-    Not beside a processor, which reads the default one from its file."""
+    Not beside a processor, which reads the default one from its file: the others are left out, with a warning."""
     named = folder / TEMPLATES
-    if not named.is_dir() or "tokenizer_config.json" not in files or files.keys() & PROCESSORS:
+    if not named.is_dir() or "tokenizer_config.json" not in files:
+        return files
+    if files.keys() & PROCESSORS:
+        if left := sorted(name for name in names_in(named) if name.endswith(".jinja")):
+            log.warning("beside a processor the default chat template alone is kept, not %s", short(left))
         return files
     found = {"default": files[DEFAULT_TEMPLATE]} if DEFAULT_TEMPLATE in files else {}
     for name in (name for name in names_in(named) if name.endswith(".jinja")):

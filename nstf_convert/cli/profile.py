@@ -1,6 +1,7 @@
 """`nstf profile`: FLOPs, bytes, intensity, roofline class and time of every operator of a model."""
 
 import inspect
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,9 @@ from nstf_convert.cli.sizes import format_bytes
 
 if TYPE_CHECKING:
     from nstf.analyzers.roofline import Phase, Profile
+
+
+log = logging.getLogger(__name__)
 
 
 def profile(
@@ -69,7 +73,7 @@ def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float,
     """Loads the model whole, runs a prefill and (for language models) a decode pass, and profiles both."""
     import torch
 
-    from nstf.analyzers.roofline import Device, measure_device
+    from nstf.analyzers.roofline import SLOW_S, Device, least_seconds, measure_device
     from nstf.analyzers.roofline import profile as profile_module
     from nstf.runtime.generate import of_the_model
 
@@ -81,6 +85,14 @@ def measure(model: str, tokens: int, batch: int, place: Any, peaks: tuple[float,
         peak = measure_device(place, dtype)
     else:
         peak = Device(str(place), peaks[0], peaks[1], "given")
+    if (seconds := least_seconds(module, peak, tokens * batch)) > SLOW_S:
+        log.warning(
+            "a pass over %d x %d tokens takes %.0f s or more here, and at least three are made: a smaller --batch or "
+            "fewer --tokens take less",
+            batch,
+            tokens,
+            seconds,
+        )
     try:
         prefill, decode = passes(module, tokens, batch, place)
         return profile_module(module, prefill, decode, peak, tokens=tokens, batch=batch)
@@ -126,6 +138,7 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
 
     from nstf.runtime.generate import stated_context
     from nstf_convert.gates.evaluate import synthetic_batches
+    from nstf_convert.own_forward import needs_images
 
     config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
     vocabulary = getattr(config, "vocab_size", None)
@@ -134,7 +147,7 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
     reads_text = "input_ids" in inspect.signature(module.forward).parameters
     other = getattr(module, "main_input_name", "input_ids") != "input_ids"
     # BEiT states a vocabulary, too, of pieces of images.
-    if not (vocabulary and reads_text) or (two_sided and other):
+    if not (vocabulary and reads_text) or (two_sided and other) or needs_images(module):
         inputs = {
             k: v.to(place) for k, v in synthetic_batches(module.config.to_dict(), batch, seed=0)[0].items()
         }

@@ -21,6 +21,7 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
     with as_stated(artifact, "onnx"):
         onnx_graph.check(config)
         rotary_bytes = onnx_graph.rotary_bytes(config)
+    onnx_graph.check_names(_names(artifact))
     items = []
     for name in _names(artifact):
         encoded = artifact.encoded(name)
@@ -43,10 +44,8 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     side = weights.SideFile(folder / f"{stem}.onnx.data")
 
     names = set(_names(artifact))
-    asked: set[str] = set()
 
     def get(name: str) -> EncodedTensor:
-        asked.add(name)
         if name not in names:
             raise UnsupportedError(
                 f"{artifact.path} has no {name!r}, which its config.json asks for; fetch or convert it again"
@@ -63,12 +62,6 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
         with as_stated(artifact, "onnx"):
             graph = onnx_graph.Graph(config, side, get, names)
         model = graph.build()
-        # A classifier's head, say: without it the graph would be that of a language model.
-        if unused := sorted(names - asked):
-            raise UnsupportedError(
-                f"target 'onnx': tensor {unused[0]!r} has no place in the graph of a language model: use target 'hf' and "
-                "Optimum"
-            )
     finally:
         side.close()
     (folder / f"{stem}.onnx").write_bytes(model.SerializeToString())

@@ -5,7 +5,8 @@ Inputs and outputs are named as Optimum and ONNX Runtime GenAI name them. Attent
 `GatherBlockQuantized`; the rest are standard operators, which ONNX Runtime fuses by itself.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ from nstf_convert.export.gguf_names import check_windows, llama3_factors
 MICROSOFT = "com.microsoft"
 OPSET = 18
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+# What the graph reads. Frequencies of rotary embeddings, which old checkpoints hold, it computes itself.
+_PLACES = re.compile(
+    r"model\.(embed_tokens|norm)\.weight|lm_head\.(weight|bias)|model\.layers\.\d+\.("
+    r"(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight|"
+    r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)|self_attn\.rotary_emb\.inv_freq)"
+)
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -38,6 +45,16 @@ def check(config: Mapping[str, Any]) -> None:
             f"target 'onnx': rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
         )
     check_windows("onnx", config)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises UnsupportedError for a tensor that the graph does not read: a classifier's head, say, without which the file
+    would be another model."""
+    for name in names:
+        if not _PLACES.fullmatch(name):
+            raise UnsupportedError(
+                f"target 'onnx': tensor {name!r} has no place in a language model's graph; use target 'hf' and Optimum"
+            )
 
 
 def head_dim(config: Mapping[str, Any]) -> int:

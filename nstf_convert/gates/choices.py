@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 BATCH_TOKENS = 8192
 # Logits of this many rows exist at a time.
 BLOCK_ELEMENTS = 1 << 23
+# Hidden states that differ by more than this share of the largest do so by what follows; rounding makes 1e-6.
+SEEN = 1e-4
 # Rows of the first block, before the size of the vocabulary is known.
 FIRST_ROWS = 16
 
@@ -129,7 +131,7 @@ def _best(scores: Sequence[float]) -> int:
 
 
 def log_likelihoods(model: LanguageModel, pairs: Sequence[Pair]) -> list[float]:
-    """log p(choice | context) in nats for every pair."""
+    """log p(choice | context) in nats for every pair. Raises UsageError for a model that sees what it has to foretell."""
     found = [0.0] * len(pairs)
     # Of like lengths together: nothing is computed for padding. It stands behind, where a causal model does not see it.
     order = sorted(range(len(pairs)), key=lambda i: len(pairs[i].ids))
@@ -142,20 +144,20 @@ def log_likelihoods(model: LanguageModel, pairs: Sequence[Pair]) -> list[float]:
                 if longest * (len(batch) + 1) > BATCH_TOKENS:
                     break
                 batch.append(order[done + len(batch)])
-            for index, value in zip(batch, _score(model, [pairs[i] for i in batch]), strict=True):
+            for index, value in zip(batch, _score(model, [pairs[i] for i in batch], not done), strict=True):
                 found[index] = value
             done += len(batch)
             log.info("scored %d of %d choices", done, len(order))
     return found
 
 
-def _score(model: LanguageModel, pairs: Sequence[Pair]) -> list[float]:
-    """As `log_likelihoods`, in one forward pass."""
+def _score(model: LanguageModel, pairs: Sequence[Pair], first: bool) -> list[float]:
+    """As `log_likelihoods`, in one forward pass. first: look whether the model is causal."""
     width = max(len(p.ids) for p in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     for row, pair in enumerate(pairs):
         ids[row, : len(pair.ids)] = torch.tensor(pair.ids)
-    hidden = model.hidden(ids)
+    hidden = _causal(model, ids) if first else model.hidden(ids)
     # Row t of the hidden states predicts token t + 1.
     rows = torch.cat([hidden[i, len(p.ids) - p.scored - 1 : len(p.ids) - 1] for i, p in enumerate(pairs)])
     labels = torch.cat([torch.tensor(p.ids[-p.scored :]) for p in pairs]).to(hidden.device)
@@ -170,6 +172,20 @@ def _score(model: LanguageModel, pairs: Sequence[Pair]) -> list[float]:
         step = max(1, BLOCK_ELEMENTS // logits.shape[1])
     parts = torch.split(torch.cat(values), [p.scored for p in pairs])
     return [float(part.sum()) for part in parts]
+
+
+def _causal(model: LanguageModel, ids: Tensor) -> Tensor:
+    """The hidden states of ids [n, tokens]. Raises UsageError where another last token changes those before it: XLNet,
+    XLM and BERT without `is_decoder` read a choice before they score it, and the padding."""
+    other = ids[:1].clone()
+    other[0, -1] = int(other[0, -1] == 0)
+    hidden = model.hidden(torch.cat([ids, other]))
+    plain, changed = hidden[0, :-1].float(), hidden[-1, :-1].float()
+    if bool((plain - changed).abs().max() > SEEN * plain.abs().max()):
+        raise UsageError(
+            "multiple choice needs a model that reads from left to right: this one sees the tokens that it has to foretell"
+        )
+    return hidden[:-1]
 
 
 def summarise(

@@ -19,7 +19,7 @@ from nstf.runtime import tokenizing
 from nstf.runtime.artifact.header import short
 from nstf_convert.dataset import load_text
 from nstf_convert.gates.choices import Group
-from nstf_convert.made_up import made_up_shape
+from nstf_convert.made_up import SPECTROGRAM_BY_TIME, frames, made_up_shape
 from nstf_convert.measure import (
     Accuracy,
     LanguageModel,
@@ -243,7 +243,7 @@ def text_batches(tokenizer: Any, text: str, seq_len: int, count: int) -> list[di
 
 
 def synthetic_batches(config: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Tensor]]:
-    """Seeded noise for encoders of images or sound, which have no text to be measured on.
+    """Seeded noise for encoders of images, films or sound, which have no text to be measured on.
 
     Raises UsageError when the config tells neither an image's size nor a number of mel bands, or one beyond all use.
     """
@@ -251,7 +251,11 @@ def synthetic_batches(config: Mapping[str, Any], count: int, seed: int) -> list[
     size = vision.get("image_size") if vision else None
     if size is not None and vision is not None:
         height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
-        return [{"pixel_values": _noise(count, (vision.get("num_channels", 3), height, width), seed)}]
+        shape = (*frames(config), vision.get("num_channels", 3), height, width)
+        return [{"pixel_values": _noise(count, shape, seed)}]
+    if config.get("model_type") == SPECTROGRAM_BY_TIME:
+        shape = (config.get("max_length", 1024), config.get("num_mel_bins", 128))
+        return [{"input_values": _noise(count, shape, seed)}]
     if config.get("num_mel_bins"):
         bands, positions = made_up_shape((config["num_mel_bins"], config.get("max_source_positions", 1500)))
         inputs = {"input_features": _noise(count, (bands, 2 * positions), seed)}

@@ -64,11 +64,12 @@ def measure(
         inputs, kind = gates.text_batches(tokenizer, text, limit, windows), "text"
     else:
         try:
-            inputs, kind = gates.synthetic_batches(before.config, windows, seed=0), "seeded noise"
+            inputs = gates.synthetic_batches(before.module.config.to_dict(), windows, seed=0)
         except UsageError as error:
-            if text is not None or getattr(before.module, "main_input_name", "") != "input_ids":
-                raise
-            raise UsageError("`dataset` is missing: give the path of a text to measure on") from error
+            if text is None and kinds[0][1] == "input_ids" and test.tokenizer() is not None:
+                raise UsageError("`dataset` is missing: give the path of held-out text") from error
+            raise
+        kind = "seeded noise"
         if text is not None:
             log.warning("%s holds no tokenizer: measured on seeded noise, not on %s", test.where, dataset)
     with torch.inference_mode():

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from nstf.analyzers import roofline
 from nstf.analyzers.roofline import (
     Device,
     attention_cost,
@@ -127,6 +128,20 @@ def test_the_ridge_separates_memory_bound_from_compute_bound():
     result = profile(wide, lambda: wide(torch.zeros(256, 256)), lambda: wide(torch.zeros(1, 256)), DEVICE,
                      tokens=256, batch=1, repeats=1)  # fmt: skip
     assert [p.operators[0].bound for p in result.phases] == ["compute", "memory"]
+
+
+def test_a_slow_pass_is_not_run_seven_times(monkeypatch):
+    """A million sequences took hours without a word."""
+    model, runs = nn.Linear(4, 4), []
+
+    def run() -> None:
+        runs.append(model(torch.zeros(1, 4)))
+
+    profile(model, run, None, DEVICE, tokens=1, batch=1)
+    assert len(runs) == 7
+    monkeypatch.setattr(roofline, "SLOW_S", 0.0)
+    result = profile(model, run, None, DEVICE, tokens=1, batch=1)
+    assert len(runs) == 7 + 3 and [o.calls for o in result.phases[0].operators] == [1]
 
 
 def test_hooks_are_removed_after_an_error():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nstf.errors import UnsupportedError, UsageError, out_of_memory
 from nstf_convert.dataset import load_text
-from nstf_convert.made_up import longest_window, made_up_shape
+from nstf_convert.made_up import SPECTROGRAM_BY_TIME, frames, longest_window, made_up_shape
 from nstf_convert.streamed import StreamedModel
 from nstf_convert.windows import Windows, tokenise_windows
 
@@ -237,7 +237,7 @@ def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel
 
 
 def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
-    """Images or spectrograms of 1/f noise for a model that takes `pixel_values` or `input_features`.
+    """Images, films or spectrograms of 1/f noise for a model that takes `pixel_values`, `input_features` or AST's values.
 
     Natural signals have a power spectrum near 1/f^2, so their second moments are close to those of this noise;
     real inputs (a .safetensors file as the dataset) are better, and the report says which were used.
@@ -245,7 +245,7 @@ def noise_data(model: StreamedModel, samples: int, seed: int) -> Data:
     name, shape = input_shape(model)
     generator = torch.Generator().manual_seed(seed)
     total = samples + HELD_OUT_WINDOWS + REPORT_WINDOWS
-    spatial = shape[1:]
+    spatial = shape[-2:] if len(shape) > 2 else shape[1:]  # every image of a film has its own
     frequency = torch.zeros(spatial)
     for axis, size in enumerate(spatial):
         f = torch.fft.fftfreq(size).abs().reshape([-1 if a == axis else 1 for a in range(len(spatial))])
@@ -305,14 +305,17 @@ def _check_tokens(model: StreamedModel, windows: Windows) -> None:
 
 
 def input_shape(model: StreamedModel) -> tuple[str, tuple[int, ...]]:
-    """(name, shape of one) of the images or spectrograms that a model reads, by its config. Raises UsageError for others."""
+    """(name, shape of one) of the images, films or spectrograms that a model reads, by its config. Raises UsageError."""
     config = model.module.config
     name = getattr(model.module, "main_input_name", "")
     if name == "pixel_values":
+        first = frames(config.to_dict())
         config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 224)
         sizes = (size, size) if isinstance(size, int) else tuple(size)
-        return name, made_up_shape((getattr(config, "num_channels", 3), *sizes))
+        return name, made_up_shape((*first, getattr(config, "num_channels", 3), *sizes))
+    if name == "input_values" and config.model_type == SPECTROGRAM_BY_TIME:
+        return name, made_up_shape((config.max_length, config.num_mel_bins))
     if name == "input_features" and hasattr(config, "num_mel_bins"):
         bands, positions = made_up_shape((config.num_mel_bins, getattr(config, "max_source_positions", 1500)))
         return name, made_up_shape((bands, 2 * positions))

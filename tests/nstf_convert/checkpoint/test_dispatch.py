@@ -180,6 +180,21 @@ def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path])
         checkpoint.files()
 
 
+def test_templates_that_a_processor_leaves_no_place_for_are_named(
+    make_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were left out without a word."""
+    folder = make_folder("LlamaForCausalLM")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ messages }}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name in ("tokenizer_config.json", "processor_config.json"):
+        (folder / name).write_text("{}")
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.files()["chat_template.jinja"] == b"{{ messages }}"
+    assert "the default chat template alone is kept, not ['tool_use.jinja']" in caplog.text
+
+
 def test_a_hub_name_without_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 

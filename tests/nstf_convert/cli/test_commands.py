@@ -225,6 +225,13 @@ def test_profile_prints_both_phases_and_json(nstf, tiny):
     assert any("attention products" in name for name in names)
 
 
+def test_profile_says_how_long_passes_take_that_are_long(nstf, tiny):
+    """With a million sequences it ran for hours without a word."""
+    result = nstf("profile", tiny.coarse, "--device-peak", "0.000001,20", "--tokens", 4, "--batch", 2)
+    assert result.code == 0 and "a pass over 2 x 4 tokens takes" in result.err
+    assert "a pass over" not in nstf("profile", tiny.coarse, "--device-peak", "100,20", "--tokens", 4).err
+
+
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -278,13 +285,28 @@ def test_profile_runs_prompt_and_answer_of_an_encoder_decoder(nstf, tmp_path, na
 
 
 VISION = {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"num_attention_heads": 2, "image_size": 16}
+BLIP2 = {
+    "vision_config": {**VISION, "patch_size": 8},
+    "qformer_config": {**SMALL, "num_attention_heads": 2, "encoder_hidden_size": 32},
+    "text_config": {
+        **SMALL,
+        "model_type": "opt",
+        "ffn_dim": 32,
+        "word_embed_proj_dim": 32,
+        "num_attention_heads": 2,
+    },
+    "num_query_tokens": 2,
+    "image_token_index": 49,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "code", "message"),
     [
         ("BeitForImageClassification", {**VISION, "patch_size": 8}, 0, ""),
-        ("VideoMAEForVideoClassification", {**VISION, "patch_size": 8}, 2, "does not run on pixel_values of the size"),
+        ("VideoMAEForVideoClassification", {**VISION, "patch_size": 8, "num_frames": 2}, 0, ""),
+        # It was run on a text alone.
+        ("Blip2ForConditionalGeneration", BLIP2, 2, "does not run on pixel_values of the size"),
         ("Wav2Vec2ForCTC", {**SMALL, "num_attention_heads": 2, "num_conv_pos_embedding_groups": 2}, 2,
          "nstf cannot make inputs for it"),
     ],

@@ -235,6 +235,24 @@ def test_a_text_that_nobody_reads_is_not_called_the_dataset(tiny, tmp_path, capl
     assert "holds no tokenizer: measured on seeded noise, not on" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("VideoMAEForVideoClassification", {"image_size": 16, "patch_size": 8, "num_frames": 2}),
+        ("TimesformerForVideoClassification", {"image_size": 16, "patch_size": 8, "num_frames": 2}),
+        ("ASTForAudioClassification", {"num_mel_bins": 16, "max_length": 32, "patch_size": 8}),
+    ],
+)
+def test_films_and_spectrograms_by_time_are_made_up(tiny, tmp_path, kind, settings):
+    """Models of films were given images, and AST a spectrogram under Whisper's name."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    cls(cls.config_class(**SMALL, **settings)).save_pretrained(tmp_path)
+    with open_side(str(tmp_path)) as test, open_side(str(tmp_path)) as reference:
+        found, protocol = measure(reference, test, None, 2, 512)
+    assert found.outputs == 2 and protocol["inputs"] == "seeded noise"
+
+
 def test_a_model_that_reads_more_than_a_text_is_said_to(tiny, tmp_path):
     """It was an AttributeError of transformers."""
     vision = {**SMALL, "image_size": 16, "patch_size": 8}

@@ -173,6 +173,45 @@ def test_questions_are_cut_to_the_positions_that_a_table_has_for_tokens(tiny) ->
     assert all(math.isfinite(score) for score in found.scores[0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (
+            "XLMWithLMHeadModel",
+            {
+                "emb_dim": 64,
+                "n_layers": 2,
+                "n_heads": 4,
+                "max_position_embeddings": 64,
+                "embed_init_std": 0.5,
+                "init_std": 0.2,
+                "pad_index": 99,
+            },
+        ),
+        (
+            "XLNetLMHeadModel",
+            {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.2},
+        ),
+    ],
+)
+def test_a_model_that_sees_the_answer_is_refused(tiny, kind: str, settings: dict[str, int]) -> None:
+    """It was scored like others, with the choice and the padding in sight."""
+    import transformers
+
+    import nstf.runtime
+    from nstf_convert.cli.eval_tasks import answers
+    from nstf_convert.streamed import StreamedModel
+
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    made = cls(cls.config_class(vocab_size=100, **settings))
+    held = made.state_dict()
+    model = StreamedModel({**made.config.to_dict(), "architectures": [kind]}, held.__getitem__)
+    question = Question("the cat sat on", (" a mat", " the mat and"), 0, "7")
+    with pytest.raises(UsageError, match="sees the tokens that it has to foretell"):
+        answers(model, nstf.runtime.load_tokenizer(tiny.same), [question])
+
+
 def test_spaces_that_are_missing_are_counted() -> None:
     right = Question("a cat", (" sat", ", and"), 0, "1")
     assert joined_without_space([right, Question("a cat", ("sat", " ran"), 0, "2")]) == 1

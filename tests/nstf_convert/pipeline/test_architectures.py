@@ -247,6 +247,44 @@ def test_a_model_of_text_and_images_asks_for_both(architecture: str, chosen, tmp
     assert convert(options).report["accuracy"]["final"]["mean_cosine"] > 0.99
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("VideoMAE", {"image_size": 16, "patch_size": 8, "num_frames": 2}),
+        ("AST", {"num_mel_bins": 16, "max_length": 32, "patch_size": 8}),
+    ],
+)
+def test_films_and_spectrograms_by_time_are_made_up(
+    kind: str, settings: dict[str, int], chosen, tmp_path
+) -> None:
+    """Models of films were given images, and AST nothing."""
+    sizes = {key: size for key, size in TEXT.items() if key != "vocab_size"}
+    task = "ForVideoClassification" if kind == "VideoMAE" else "ForAudioClassification"
+    folder = saved(tmp_path / "m", f"{kind}{task}", f"{kind}Config", {**sizes, **settings})
+    assert convert(chosen(folder)).report["accuracy"]["final"]["mean_cosine"] > 0.99
+
+
+def test_a_model_that_reads_no_text_without_an_image_asks_for_both(chosen, tmp_path) -> None:
+    """It was taken for a language model, and its config blamed."""
+    vision = {**TEXT, "image_size": 16, "patch_size": 8}
+    settings = {
+        "vision_config": vision,
+        "qformer_config": {**TEXT, "encoder_hidden_size": 64},
+        "text_config": {**OPT, "model_type": "opt"},
+        "num_query_tokens": 2,
+        "image_token_index": 99,
+    }
+    folder = saved(tmp_path / "m", "Blip2ForConditionalGeneration", "Blip2Config", settings)
+    with pytest.raises(UsageError, match=r"does not run on pixel_values alone .+ give real inputs"):
+        convert(chosen(folder))
+    tokens = torch.cat([torch.full((8, 2), 99), torch.randint(0, 99, (8, 6))], 1)
+    save_file(
+        {"pixel_values": torch.randn(8, 3, 16, 16), "input_ids": tokens}, tmp_path / "inputs.safetensors"
+    )
+    result = convert(chosen(folder, datasets=(str(tmp_path / "inputs.safetensors"),)))
+    assert result.report["accuracy"]["final"]["mean_cosine"] > 0.99
+
+
 def test_a_model_may_write_into_what_its_embedding_gives_and_keep_a_cache(chosen, tmp_path) -> None:
     """BLIP's text model adds its positions in place, and filled its cache anew where a layer was computed again."""
     text = {**TEXT, "max_position_embeddings": 16, "encoder_hidden_size": 64}
