@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nstf.analyzers.heap import give_back_much, share_one_arena
+from nstf.analyzers.heap import MAPPED_BYTES_WAITING, give_back_much, share_one_arena
 
 
 class _Cancelled(BaseException):
@@ -84,7 +84,7 @@ def run_in_step(
     gives back is called while these go on to the next gate, one at a time until it is done (with one worker: after it); the
     others wait for it. Errors of a batch are raised here.
     """
-    share_one_arena()
+    share_one_arena(MAPPED_BYTES_WAITING)
     stopped: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
     batches = [_Batch(run, stopped) for run in runs]
     by_thread = {batch.thread: batch for batch in batches}

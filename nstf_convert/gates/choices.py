@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 BATCH_TOKENS = 8192
 # Logits of this many rows exist at a time.
 BLOCK_ELEMENTS = 1 << 23
-# Hidden states that differ by more than this share of the largest do so by what follows; rounding makes 1e-6.
-SEEN = 1e-4
+# Hidden states that differ by more than this share of the largest do so by what follows; rounding makes 1e-6 in float32.
+# In types of 16 bits so many times their step: there rows of one product may be summed up in other orders.
+SEEN, SEEN_STEPS = 1e-4, 16
 # Rows of the first block, before the size of the vocabulary is known.
 FIRST_ROWS = 16
 
@@ -181,7 +182,8 @@ def _causal(model: LanguageModel, ids: Tensor) -> Tensor:
     other[0, -1] = int(other[0, -1] == 0)
     hidden = model.hidden(torch.cat([ids, other]))
     plain, changed = hidden[0, :-1].float(), hidden[-1, :-1].float()
-    if bool((plain - changed).abs().max() > SEEN * plain.abs().max()):
+    share = max(SEEN, SEEN_STEPS * torch.finfo(hidden.dtype).eps)
+    if bool((plain - changed).abs().max() > share * plain.abs().max()):
         raise UsageError(
             "multiple choice needs a model that reads from left to right: this one sees the tokens that it has to foretell"
         )

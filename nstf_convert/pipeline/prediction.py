@@ -72,7 +72,7 @@ DECODED, WRITTEN, FETCHED, PLANNED = 0.7e-9, 1.8e-9, 0.4e-9, 0.02
 # What a helper on the same GPU adds to the speed of the candidates: with three they took 10.2 s in place of 14.3.
 BESIDE_SPEED = 0.15
 # What a conversion leaves on the heap between its stages.
-SLACK_BYTES = 256 << 20
+SLACK_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """When freed memory is given back to the system."""
 
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,3 +53,35 @@ def test_where_proc_is_not_mounted_memory_goes_back_only_where_that_is_asked_for
     monkeypatch.setattr(heap, "give_back", lambda: given.append(True))
     heap.give_back_much(unknown=True)
     assert given == [True]
+
+
+HOLES = """
+import platform
+import subprocess
+import sys
+import torch
+from nstf.analyzers import heap
+
+heap.share_one_arena(getattr(heap, sys.argv[1]))
+before, waiting = heap._resident(), []
+for _ in range(12):
+    passing = torch.ones(2, 1 << 20)
+    waiting.append(torch.ones(5, 1 << 18))
+    del passing
+    larger = torch.ones(2 + len(waiting), 1 << 20)
+    del larger
+print(heap._resident() - before - sum(x.nbytes for x in waiting))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's heap")
+def test_what_goes_between_batches_that_wait_leaves_no_holes() -> None:
+    """A process of its own, since the settings stay: what it holds beyond tensors of 5 MiB when larger ones have gone."""
+
+    def left(sizes: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", HOLES, sizes], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert left("MAPPED_BYTES_WAITING") < 8 * MB and left("MAPPED_BYTES") > 16 * MB
