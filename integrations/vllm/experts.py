@@ -50,6 +50,8 @@ class EncodedExperts(FusedMoEMethodBase):  # type: ignore[misc]
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         layer.encoded = nn.ModuleList()
         layer.nstf_dtype = kwargs["params_dtype"]
+        # Here and not in `apply`, which torch.compile looks into.
+        layer.nstf_first = rank_experts(layer).start
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of vLLM reads these weights."""
@@ -59,8 +61,10 @@ class EncodedExperts(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> Tensor:
         """What this rank's experts contribute, [tokens, in]. Shared experts are computed by vLLM."""
         gate_up, down = (stack.number for stack in layer.encoded)
-        first, name = rank_experts(layer).start, layer.activation.value
-        found: Tensor = torch.ops.nstf.experts(x, topk_weights, topk_ids, gate_up, down, first, name)
+        name = layer.activation.value
+        found: Tensor = torch.ops.nstf.experts(
+            x, topk_weights, topk_ids, gate_up, down, layer.nstf_first, name
+        )
         return found
 
     def fill(self, layer: Any, folder: RankFolder, device: torch.device) -> None:
