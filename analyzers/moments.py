@@ -231,6 +231,17 @@ def _product(sizes: tuple[int, ...]) -> int:
     return out
 
 
+def _gated(module: Any, expert: int, gate_up: Tensor) -> Tensor:
+    """What an expert's second product reads, [tokens, ffn], of what its first gives, [tokens, 2 * ffn]."""
+    if getattr(module, "has_bias", False):
+        gate_up = gate_up + module.gate_up_proj_bias[expert]
+    if hasattr(module, "_apply_gate"):  # with bounds, another activation or another order of columns
+        gated: Tensor = module._apply_gate(gate_up)
+        return gated
+    gate, up = gate_up.chunk(2, dim=-1)
+    return module.act_fn(gate) * up  # type: ignore[no-any-return]
+
+
 class ExpertMoments:
     """Second moments of the inputs of a mixture's expert stacks, pooled over experts, and each expert's tokens.
 
@@ -263,10 +274,11 @@ class ExpertMoments:
             self.tokens[name] = self.tokens.get(name, 0) + counts
             for expert in torch.nonzero(counts).reshape(-1).tolist():
                 rows = hidden[(index == expert).any(dim=-1)]
-                if gate_up.shape[-1] != rows.shape[-1]:
+                if getattr(module, "is_transposed", False) or gate_up.shape[-1] != rows.shape[-1]:
                     continue  # stored [experts, in, out] (GPT-OSS): the planner treats it as data-free
                 self._moments.add(f"{name}.gate_up_proj", rows)
-                gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
-                self._moments.add(f"{name}.down_proj", module.act_fn(gate) * up)
+                self._moments.add(
+                    f"{name}.down_proj", _gated(module, expert, F.linear(rows, gate_up[expert]))
+                )
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)

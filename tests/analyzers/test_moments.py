@@ -1,9 +1,11 @@
 """Second moments: half of a symmetric product is enough."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from nstf.analyzers.moments import STRIP, InputMoments, begun_mean_outer, second_moment
+from nstf.analyzers.moments import STRIP, ExpertMoments, InputMoments, begun_mean_outer, second_moment
 
 
 @pytest.mark.parametrize("features", [5, STRIP, STRIP + 1, 2 * STRIP + 40])
@@ -60,3 +62,25 @@ def test_moments_are_in_float32_while_the_model_runs_in_16_bits() -> None:
             moments.add("x", rows)
         found.append(moments.pop()["x"].hessian)
     assert found[1].dtype == torch.float32 and torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["MiniMaxM3VL", "DeepseekV4"])
+def test_experts_are_followed_through_their_own_gate(kind: str) -> None:
+    """Bounds and other activations were left out, or ended in an AttributeError (MiniMax M3)."""
+    folder = {"MiniMaxM3VL": "minimax_m3_vl", "DeepseekV4": "deepseek_v4"}[kind]
+    models = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 2}
+    gate = {"swiglu_limit": 0.5, "swiglu_alpha": 1.7, "hidden_act": "silu"}
+    torch.manual_seed(0)
+    experts = getattr(models, f"{kind}Experts")(
+        SimpleNamespace(**sizes, **gate, _experts_implementation="eager")
+    )
+    rows, index = torch.randn(40, 8), torch.arange(40)[:, None] % 2
+    moments = InputMoments()
+    ExpertMoments(moments).watch("experts", experts)
+    with torch.no_grad():
+        experts.gate_up_proj.normal_()
+        experts.down_proj.copy_(torch.eye(8).expand(2, 8, 8))
+        gated = experts(rows, index, torch.ones(40, 1))
+    found = moments.pop(["experts.gate_up_proj", "experts.down_proj"])["experts.down_proj"]
+    torch.testing.assert_close(found.hessian, gated.T @ gated / 40, rtol=1e-4, atol=1e-5)
