@@ -1,0 +1,175 @@
+"""Every causal model that transformers has, small and of random weights: converted, loaded and run on a device.
+
+    python benchmarks/kinds.py [--device cuda] [--effort balanced] [--jobs 8] [KIND ...]
+
+For each kind of model one line: how far the file's logits on the device are from the same file's on the CPU, in float32
+and in bfloat16, beside how far the original's are, in standard deviations of the logits; whether greedy generation gives
+the same tokens twice; seconds. Kinds that transformers itself cannot build or run with these sizes are named so. Exit code 1
+where a file fails, or is further off in float32 than FACTOR times its original; in bfloat16 routers' near ties decide.
+"""
+
+import argparse
+import inspect
+import json
+import logging
+import multiprocessing
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny_llama" / "model"
+TEXT = Path(__file__).parents[1] / "examples" / "data" / "prose.txt"
+WINDOWS, TOKENS, NEW = 4, 32, 12
+# Larger ones ignore the sizes below: whole vision towers, or tables of their own.
+MOST_WEIGHTS = 6e6
+# Of the checkpoint's bytes: what tables and stacks that nothing shortens leave room for.
+BUDGET = 0.8
+# A file on the device may be so many times as far from the CPU as its original is, and at least so far.
+FACTOR, LEAST = 3.0, 1e-3
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "encoder_layers")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "attention_hidden_size")
+FFNS = ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_FFNS = ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size")
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(LAYERS, 2),
+    **dict.fromkeys(HEADS, 4),
+    **dict.fromkeys(WIDTHS, 64),
+    **dict.fromkeys(FFNS, 128),
+    **dict.fromkeys(EXPERTS, 4),
+    **dict.fromkeys(EXPERT_FFNS, 64),
+    **dict.fromkeys(
+        ("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim"), 16
+    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("state_size", "mamba_d_state", "mamba_d_head"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "bos_token_id"), 1
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "mamba_expand", "eos_token_id"), 2),
+    "mamba_n_heads": 8,
+    "rotary_pct": 0.5,
+    "pad_token_id": 0,
+}
+
+
+def kinds() -> dict[str, str]:
+    """The class of each kind of causal model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as found
+
+    return {kind: name[0] if isinstance(name, tuple) else name for kind, name in sorted(found.items())}
+
+
+def vocabulary() -> int:
+    return len(json.loads((TINY / "tokenizer.json").read_text())["model"]["vocab"])
+
+
+def write(kind: str, name: str, folder: Path) -> Any:
+    """A small model of the kind, beside a tokenizer. Raises what transformers raises."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[kind])
+    known = {*inspect.signature(config_class.__init__).parameters}
+    known |= {*getattr(config_class, "__dataclass_fields__", {})}
+    sizes = SIZES | {"vocab_size": vocabulary() + 64}
+    config = config_class(**{key: value for key, value in sizes.items() if key in known})
+    model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in model_class(config).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"{weights / 1e6:.0f} M weights")
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, folder)
+    return model
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    return float((found.float().cpu() - expected).abs().max() / expected.std())
+
+
+@torch.inference_mode()
+def run(kind: str, device: str, effort: str) -> tuple[bool, str]:
+    """(whether all is well, the line) of one kind."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import transformers
+
+    import nstf_convert
+    from nstf.runtime import load
+
+    transformers.utils.logging.disable_progress_bar()
+    start, ids = time.perf_counter(), torch.arange(2 * 24).reshape(2, 24) * 7 % vocabulary()
+    types = (torch.float32, torch.bfloat16)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, file = Path(temporary) / "model", Path(temporary) / "model.nstf"
+        try:
+            original = write(kind, kinds()[kind], folder)
+            plain = original(ids).logits.float()
+            theirs = [apart(original.to(device, t)(ids.to(device)).logits, plain) for t in types]
+            original.generate(ids[:1].to(device), max_new_tokens=2, do_sample=False)
+        except Exception as error:  # whatever transformers raises
+            return True, f"{kind}: not by transformers: {type(error).__name__} {str(error)[:80]}"
+        try:
+            given: dict[str, Any] = {"samples": WINDOWS, "seq_len": TOKENS, "effort": effort}
+            with torch.inference_mode(False):
+                nstf_convert.convert(folder, budget=BUDGET, output=file, dataset=TEXT, device=device, **given)
+            expected, ours, twice = load(file, dtype=types[0])(ids).logits, [], True
+            for dtype in types:
+                model = load(file, device=device, dtype=dtype)
+                ours.append(apart(model(ids.to(device)).logits, expected))
+                answers = [
+                    model.generate(ids[:1].to(device), max_new_tokens=NEW, do_sample=False) for _ in "12"
+                ]
+                twice &= torch.equal(*answers)
+        except Exception as error:  # of one kind: the others go on
+            return False, f"{kind}: FAILED: {type(error).__name__}: {str(error)[:200]}"
+    well = twice and ours[0] <= max(FACTOR * theirs[0], LEAST)
+    pairs = zip(types, ours, theirs, strict=True)
+    said = ", ".join(f"{str(t)[6:]} {own:.1e} (original {other:.1e})" for t, own, other in pairs)
+    generated = "the same tokens twice" if twice else "OTHER TOKENS the second time"
+    seconds = time.perf_counter() - start
+    return well, f"{kind}: {said}, {generated}, {seconds:.0f} s{'' if well else '  <-- too far'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kinds", nargs="*", help="as `model_type` has them; all by default")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--effort", default="fast", choices=("fast", "balanced", "best"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    args = parser.parse_args()
+    if unknown := set(args.kinds) - set(kinds()):
+        parser.error(f"transformers has no causal model {', '.join(sorted(unknown))}")
+    wrong, counts = [], {"by transformers alone": 0, "well": 0}
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        work = partial(run, device=args.device, effort=args.effort)
+        for well, line in pool.imap_unordered(work, args.kinds or kinds()):
+            print(line, flush=True)
+            if not well:
+                wrong.append(line)
+            counts["by transformers alone" if ": not by transformers" in line else "well"] += well
+    print(
+        f"{counts['well']} well, {len(wrong)} not, {counts['by transformers alone']} that transformers does not run"
+    )
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
