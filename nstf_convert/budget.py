@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from nstf.errors import UsageError
 
@@ -22,6 +22,8 @@ class Budget:
     value: float
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise UsageError(f"budget kind {self.kind!r} is not known: choose {', '.join(get_args(Kind))}")
         if not math.isfinite(self.value) or self.value <= 0:
             raise UsageError(f"budget {self.value!r} must be a positive number, for example 0.5 or 1.5GiB")
 

@@ -122,7 +122,7 @@ def read_model(path: Path, encoding: str | None, kv_bits: float, stack: ExitStac
     try:
         raw = read_given(path, LONGEST_CONFIG, "the config")
         check_values(raw, "it")
-        config = json_text.loads(raw.decode("utf-8"))
+        config = json_text.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({str(error)[:80]})") from error
     if not isinstance(config, dict):

@@ -12,7 +12,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 
-from nstf.errors import NstfError
+from nstf.errors import NstfError, shortened
 from nstf_convert.cli import SUMMARIES, application, quick
 from nstf_convert.cli.messages import explain, interrupted
 from nstf_convert.cli.output import setup_logging
@@ -61,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout.write(error.format_message() + "\n")  # type: ignore[attr-defined]
             return 2
         code, message = explain(error, words)
-        sys.stderr.write(f"error: {message}\n")
+        # What a user typed may be longer than what a file can make a message say.
+        sys.stderr.write(f"error: {shortened(message)}\n")
         return code
     if code == 130:  # typer turns Ctrl-C into this code
         sys.stderr.write(f"error: {interrupted(words)}\n")

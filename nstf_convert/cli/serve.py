@@ -136,8 +136,17 @@ def read_text(file: Path, option: str) -> str:
             raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
         return found.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        kind = NstfError if disk_fault(error) else UsageError
+        kind = NstfError if disk_fault(error) or _is_out_of_sight(file) else UsageError
         raise kind(f"{option} {file}: cannot be read ({clean(error)})") from error
+
+
+def _is_out_of_sight(file: Path) -> bool:
+    """Whether the machine does not say what lies there: in a folder that may not be searched, or behind a link into one."""
+    try:
+        file.stat()
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 def _say(text: str) -> None:

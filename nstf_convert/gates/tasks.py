@@ -104,6 +104,7 @@ def _choices(value: object) -> tuple[str, ...]:
     for index, choice in enumerate(value):
         if not isinstance(choice, str) or not choice.strip():
             raise ValueError(f"choice {index} is not a text, or empty")
+        _check_whole(choice, f"choice {index}")
     if len(set(value)) != len(value):
         raise ValueError("two choices are the same text: no model can tell them apart")
     return tuple(value)
@@ -113,7 +114,18 @@ def _string(data: Mapping[str, Any], key: str, default: str) -> str:
     value = data.get(key, default)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be a text, not {json.dumps(value)[:40]}")
+    _check_whole(value, repr(key))
     return value
+
+
+def _check_whole(text: str, what: str) -> None:
+    """Raises ValueError for halves of characters, which JSON can hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is not Unicode (half a character at {error.start}): write it again"
+        ) from error
 
 
 def joined_without_space(questions: Sequence[Question]) -> int:

@@ -21,10 +21,13 @@ class NstfError(Exception):
     exit_code = 1
 
     def __init__(self, message: object = "") -> None:
-        text = _printable(str(message))
-        # What is wrong is said first, what to do last.
-        end = MOST_CHARACTERS // 4
-        super().__init__(text if len(text) <= MOST_CHARACTERS else f"{text[: 2 * end]} ... {text[-end:]}")
+        super().__init__(shortened(_printable(str(message))))
+
+
+def shortened(text: str) -> str:
+    """`text` of at most MOST_CHARACTERS. What is wrong is said first, what to do last: the middle goes."""
+    end = MOST_CHARACTERS // 4
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: 2 * end]} ... {text[-end:]}"
 
 
 def _printable(text: str) -> str:

@@ -165,7 +165,7 @@ def read_machine(name: str) -> Machine:
     raw = read_given(path, MOST_BYTES, "the machine file")
     try:
         check_values(raw, "it")
-        found = json.loads(raw.decode("utf-8"))
+        found = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON that can be read ({str(error)[:80]})") from error
     return from_json(found, str(path))
@@ -175,7 +175,7 @@ def is_machine(path: Path) -> bool:
     """Whether a file is a machine's, of this version or another, or empty. Raises UsageError where it cannot be read."""
     raw = read_given(path, MOST_BYTES, "the machine file")
     try:
-        found = json.loads(raw.decode("utf-8")) if raw else {"nstf_machine": VERSION}
+        found = json.loads(raw.decode("utf-8-sig")) if raw else {"nstf_machine": VERSION}
     except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "nstf_machine" in found

@@ -219,6 +219,8 @@ _KINDS = (
     (b"GGUF", "a GGUF file"),
     (b"PK\x03\x04", "a zip archive, or a file of torch.save"),
     (b"%PDF", "a PDF"),
+    # What a clone without Git LFS has in the place of large files.
+    (b"version ", "a pointer of Git LFS, which `git lfs pull` replaces with the file"),
 )
 # What follows an ONNX file's version: its producer's name or version, or the graph at once.
 _AFTER_ONNX_VERSION = (0x12, 0x1A, 0x3A)

@@ -106,6 +106,22 @@ def test_nor_is_a_link_into_such_a_folder_said_to_dangle(locked: Path, tmp_path:
     assert error.value.exit_code == 1
 
 
+def test_nor_is_a_key_or_a_template_of_such_a_folder_wrong_use(
+    locked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Path.open
+
+    def opened(path: Path, *how: Any, **more: Any) -> Any:
+        path.stat()  # for root, who may search every folder
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    for option in ("--api-key-file", "--chat-template"):
+        assert run(["serve", str(ARTIFACT), option, str(locked / "x")]) == 1
+        assert "cannot be read" in capsys.readouterr().err
+        assert run(["serve", str(ARTIFACT), option, str(locked.with_name("none"))]) == 2
+
+
 def _denied(path: Path) -> Any:
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

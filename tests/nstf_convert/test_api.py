@@ -34,6 +34,14 @@ def test_python_is_told_what_it_got_wrong(tiny) -> None:
             nstf_convert.convert(tiny.folder, budget=0.5, threads=threads)
 
 
+def test_a_budget_of_an_unknown_kind_is_refused() -> None:
+    """It was taken for one without a size: the file was as large as it liked."""
+    from nstf_convert.budget import Budget
+
+    with pytest.raises(UsageError, match="'ratios' is not known: choose ratio, bytes, bpw, max_kl"):
+        Budget("ratios", 0.5)  # type: ignore[arg-type]
+
+
 def test_an_effort_decides_what_no_switch_says(tmp_path) -> None:
     from nstf_convert.budget import Budget
 

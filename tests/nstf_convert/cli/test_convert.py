@@ -141,6 +141,15 @@ def test_a_link_to_itself_is_wrong_use(nstf, pipeline, tiny, tmp_path):
     assert code == 2 and "--debug" not in said
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["x" * 20_000], ["verify", "x/" * 3_000], ["verify", "x" * 100_000], ["verify", "--" + "x" * 9_000]],
+)
+def test_what_was_typed_makes_no_message_longer_than_a_file_does(nstf, words):
+    found = nstf(*words)
+    assert found.code == 2 and found.err.count("\n") == 1 and len(found.err) < 4_100
+
+
 def test_a_current_folder_that_was_removed_is_wrong_use(nstf, tiny, tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()

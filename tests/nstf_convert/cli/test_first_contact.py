@@ -89,7 +89,11 @@ def test_the_hint_after_an_export_names_the_class(tmp_path):
         (b"PK\x03\x04\x14\0\x08\x08" + bytes(64), "a zip archive, or a file of torch.save"),
         (b"\x08\x0a\x12\x04nstf:\xad\x78" + bytes(64), "an ONNX file"),
         (b"\x08\x08\x3a\xad\x78\x0a\x4f\x0a" + bytes(64), "an ONNX file"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "text"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+            "a pointer of Git LFS, which `git lfs pull` replaces with the file",
+        ),
+        (b"versions of it\n", "text"),
     ],
 )
 def test_a_file_of_another_kind_is_not_called_damaged(nstf, tmp_path, content, kind):

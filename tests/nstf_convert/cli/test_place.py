@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nstf.errors import NstfError
-from nstf_convert.place.machine import from_json
+from nstf_convert.place.machine import EXAMPLES, from_json
 from tests.nstf_convert.place.stored import LLAMA, artifact_of
 
 SHAPE = Path(__file__).parents[3] / "examples" / "shapes" / "dense-8b.json"
@@ -141,6 +141,14 @@ def test_configs_that_are_wrong_are_named(nstf: Callable[..., Any], tmp_path: Pa
         assert result.code == (6 if text == "{}" else 2) and message in result.err
     assert nstf("place", tmp_path / "no.json", *words).code == 2
     assert nstf("place", tmp_path / "no.nstf", *words).code == 2
+
+
+def test_a_mark_of_the_encoding_is_no_mistake(nstf: Callable[..., Any], tmp_path: Path) -> None:
+    """Editors on Windows write it; `nstf convert` reads such a config."""
+    for file in (SHAPE, EXAMPLES / "h200x2.json"):
+        (tmp_path / file.name).write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    words = ("--machine", tmp_path / "h200x2.json", "--encoding", "int4")
+    assert nstf("place", tmp_path / SHAPE.name, *words).code == 0
 
 
 def test_what_fits_nowhere_says_by_how_much(nstf: Callable[..., Any]) -> None:

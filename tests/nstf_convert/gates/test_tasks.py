@@ -69,6 +69,8 @@ def test_questions_are_read_in_their_order_and_empty_lines_are_skipped(tmp_path)
         ({**GOOD, "context": 3}, "'context' must be a text, not 3"),
         ('{"context": "a", "context": "b", "choices": [" b", " c"], "answer": 0}', "a key is there twice"),
         ("[" * 100000, "nested too deeply"),
+        ({**GOOD, "context": "a\ud800"}, "'context' is not Unicode (half a character at 1)"),
+        ({**GOOD, "choices": [" b", "\udc00"]}, "choice 1 is not Unicode"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(evaluate, tiny, tmp_path, line, message) -> None:
