@@ -101,6 +101,19 @@ def test_every_link_and_picture_leads_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_test_and_setting_that_the_security_page_names_is_there() -> None:
+    """Each of its rows is a command that someone may run."""
+    page = (ROOT / "SECURITY.md").read_text("utf-8")
+    files = list((ROOT / "tests").rglob("*.py"))
+    names = {file.stem for file in files}
+    assert set(re.findall(r"\btest_[a-z0-9_]+", page)) <= names
+    assert all((ROOT / path).exists() for path in re.findall(r"tests/[a-z_/]+(?:\.py)?", page))
+    # Some are put together there of `NSTF_FUZZ_` and a word.
+    tests = "".join(file.read_text("utf-8") for file in files)
+    for setting in re.findall(r"NSTF_[A-Z_]+", page):
+        assert setting in tests or f'"{setting.removeprefix("NSTF_FUZZ_")}"' in tests, setting
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_parses(page: str) -> None:
     for command, comment in commands(page):

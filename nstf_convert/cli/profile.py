@@ -161,13 +161,13 @@ def passes(module: Any, tokens: int, batch: int, place: Any) -> tuple[Any, Any]:
     ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(place)
     if two_sided:  # prompt and answer in one pass, each of so many tokens
         return (lambda: module(input_ids=ids, decoder_input_ids=ids)), None
-    if not module.can_generate():
-        return (lambda: module(input_ids=ids)), None
+    if not module.can_generate():  # of those some read more than a text (CLIP), or several at once
+        return (lambda: _of_made_up(module, {"input_ids": ids})), None
     return (lambda: module(input_ids=ids, use_cache=True)), _decode(module, ids)
 
 
 def _of_made_up(module: Any, inputs: dict[str, Any]) -> None:
-    """Runs a model of other inputs than text. Raises UsageError where it does not take those that are made for it: that is
+    """Runs a model that writes no text. Raises UsageError where it does not take the inputs that are made for it: that is
     nobody's fault."""
     from nstf.errors import NstfError, out_of_memory
 

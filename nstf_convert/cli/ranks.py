@@ -66,12 +66,15 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any, own_cores: 
                 process.start()
         for _, told in pipes:
             told.close()
-        _wait({pipe: rank for rank, (pipe, _) in enumerate(pipes)})
+        failures = _wait({pipe: rank for rank, (pipe, _) in enumerate(pipes)})
     finally:
         for process in ranks:
             if process.pid is not None:
                 process.kill()
                 process.join()
+    # Only now: looking for the cause imports torch, seconds in which the other ranks would go on waiting.
+    if failures:
+        raise _cause(failures)
 
 
 @contextlib.contextmanager
@@ -85,8 +88,8 @@ def _control_c_waits() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(pipes: dict[Any, int]) -> None:
-    """Returns when every rank is done. Raises once one failed, since the others wait for it, with the reason."""
+def _wait(pipes: dict[Any, int]) -> list[Exception]:
+    """What failed, once every rank is done, or soon after one failed, since the others wait for it."""
     failures: list[Exception] = []
     while pipes and (found := wait(list(pipes), GRACE if failures else None)):
         ready: Any
@@ -98,13 +101,15 @@ def _wait(pipes: dict[Any, int]) -> None:
                 failure = RankDied(f"rank {rank} ended without a word; was it killed, for memory perhaps?")
             if failure is not None:
                 failures.append(failure)
-    if failures:
-        from nstf.runtime.ranks import OtherFailed
+    return failures
 
-        followers = (RankDied, RankFailed, OtherFailed)  # from likely cause to likely effect
-        raise min(
-            failures, key=lambda f: next((i for i, k in enumerate(followers, 1) if isinstance(f, k)), 0)
-        )
+
+def _cause(failures: list[Exception]) -> Exception:
+    """The failure that the others most likely follow from."""
+    from nstf.runtime.ranks import OtherFailed
+
+    followers = (RankDied, RankFailed, OtherFailed)  # from likely cause to likely effect
+    return min(failures, key=lambda f: next((i for i, k in enumerate(followers, 1) if isinstance(f, k)), 0))
 
 
 def _rank(

@@ -4,8 +4,8 @@
 
 context: what comes before; choices: two or more continuations, appended to the context exactly as they are written, so
 that a choice begins with the space that belongs there; answer: the index of the right one, from 0. Optional: `id`, a
-name of the question in the results; `task`, the group its accuracy is also reported in. Empty lines are skipped; any
-other key is an error, as a misspelt one would be silently ignored otherwise.
+name of the question in the results, or its number; `task`, the group its accuracy is also reported in. Empty lines are
+skipped; any other key is an error, as a misspelt one would be silently ignored otherwise.
 """
 
 import json
@@ -88,6 +88,8 @@ def parse(line: str, number: int) -> Question:
             f"'answer' is {json.dumps(answer)[:40]}: give the index of the right choice, 0 to {len(choices) - 1}"
         )
     context = _string(data, "context", "")
+    if type(data.get("id")) is int:  # as many data sets have it
+        data["id"] = str(data["id"])
     return Question(context, choices, answer, _string(data, "id", str(number)), _string(data, "task", ""))
 
 

@@ -1,11 +1,13 @@
 """What a conversion may use: devices, threads, and bytes of memory, decided before anything starts."""
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ SMALLEST_BYTES = 1 << 30
 # Tokens of one forward call: a GPU wants more work for each launch.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
 _NAMED = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
+
+log = logging.getLogger("nstf")
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,22 @@ def machine(device: str, memory: int | None, gpu_memory: int | None, threads: in
     elif gpu_memory is not None and device != "auto":
         raise UsageError("a bound on GPU memory needs a GPU: leave it out, or choose another device")
     stated = (gpu_memory if gpu else memory) is not None
-    return Machine(devices, threads or _cores(), host, gpu, stated)
+    return Machine(devices, _usable_threads(threads or _cores()), host, gpu, stated)
+
+
+def _usable_threads(wanted: int) -> int:
+    """One in a process forked from one that has converted: OpenMP, by which torch uses several, waits there without end for
+    the threads that it had before the fork."""
+    if _first_process() == os.getpid() or wanted == 1:
+        return wanted
+    log.warning("one thread instead of %d: this process was forked from one that has converted", wanted)
+    return 1
+
+
+@cache
+def _first_process() -> int:
+    """The process that asked first. A forked one remembers its parent's answer."""
+    return os.getpid()
 
 
 def keep_within(gpu_bytes: int, devices: Sequence[torch.device]) -> None:

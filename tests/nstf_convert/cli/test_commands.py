@@ -299,6 +299,11 @@ BLIP2 = {
     "image_token_index": 49,
 }
 
+CLIP = {
+    "text_config": {**SMALL, "num_attention_heads": 2, "max_position_embeddings": 256},
+    "vision_config": {**VISION, "patch_size": 8},
+}
+
 
 @pytest.mark.parametrize(
     ("name", "settings", "code", "message"),
@@ -309,9 +314,14 @@ BLIP2 = {
         ("Blip2ForConditionalGeneration", BLIP2, 2, "does not run on pixel_values of the size"),
         ("Wav2Vec2ForCTC", {**SMALL, "num_attention_heads": 2, "num_conv_pos_embedding_groups": 2}, 2,
          "nstf cannot make inputs for it"),
+        # These read a text and more, or several texts.
+        ("CLIPModel", CLIP, 2, "CLIPModel does not run on input_ids of the size"),
+        ("BertForMultipleChoice", {**SMALL, "num_attention_heads": 2}, 2, "nstf profile makes no other inputs"),
     ],
 )  # fmt: skip
-def test_profile_gives_models_that_read_no_text_what_they_read(nstf, tmp_path, name, settings, code, message):
+def test_profile_gives_models_that_write_no_text_what_they_read(
+    nstf, tmp_path, name, settings, code, message
+):
     """They were given tokens where their config states a vocabulary, and the config was blamed."""
     import transformers
 

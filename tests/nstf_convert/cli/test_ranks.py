@@ -178,6 +178,38 @@ def test_a_rank_that_dies_is_named() -> None:
         as_ranks(2, os._exit, 3)
 
 
+ONE_DIES = """
+import multiprocessing, os, sys
+from nstf.errors import NstfError
+from nstf_convert.cli.ranks import as_ranks
+
+def end():
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    raise NstfError("the other one is gone")
+
+def look(event, arguments):
+    if event == "import" and arguments[0] == "torch":
+        print(len(multiprocessing.active_children()))
+
+if __name__ == "__main__":
+    sys.addaudithook(look)
+    try:
+        as_ranks(2, end)
+    except NstfError:
+        print("told")
+"""
+
+
+def test_ranks_are_ended_before_the_cause_is_looked_for(tmp_path: Path) -> None:
+    """That imports torch, which takes seconds."""
+    program = tmp_path / "one_dies.py"
+    program.write_text(ONE_DIES)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    lines = done.stdout.split()
+    assert lines[-1:] == ["told"] and set(lines[:-1]) == {"0"}, (done.stdout, done.stderr)
+
+
 def test_started_by_torchrun_a_process_is_a_rank_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

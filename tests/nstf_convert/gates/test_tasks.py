@@ -67,6 +67,7 @@ def test_questions_are_read_in_their_order_and_empty_lines_are_skipped(tmp_path)
         ({**GOOD, "choices": [" b", " "]}, "choice 1 is not a text, or empty"),
         ({**GOOD, "choices": [" b", " b"]}, "two choices are the same"),
         ({**GOOD, "context": 3}, "'context' must be a text, not 3"),
+        ({**GOOD, "id": True}, "'id' must be a text, not true"),
         ('{"context": "a", "context": "b", "choices": [" b", " c"], "answer": 0}', "a key is there twice"),
         ("[" * 100000, "nested too deeply"),
         ({**GOOD, "context": "a\ud800"}, "'context' is not Unicode (half a character at 1)"),
@@ -77,6 +78,12 @@ def test_a_bad_line_is_named_by_its_number(evaluate, tiny, tmp_path, line, messa
     code, _, err = evaluate(tiny.same, "--tasks", write(tmp_path / "q.jsonl", GOOD, "", line))
     assert code == 2 and "q.jsonl, line 3: " in err and message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_question_is_named_by_its_number_too(tmp_path) -> None:
+    """Many data sets number their questions; the file was refused."""
+    lines = ({**GOOD, "id": 17}, {**GOOD, "id": "a"}, GOOD)
+    assert [q.name for q in read_tasks(write(tmp_path / "q.jsonl", *lines))] == ["17", "a", "3"]
 
 
 def test_a_file_without_questions_or_of_another_kind_is_refused(tmp_path) -> None:

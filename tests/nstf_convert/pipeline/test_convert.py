@@ -1,7 +1,9 @@
 """The whole pipeline on a small model: what it promises, each as a sentence."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -223,6 +225,21 @@ def test_calibration_of_another_model_is_refused(options, converted, tmp_path) -
     make_llama(tmp_path / "other", torch.float16)
     with pytest.raises(UsageError, match="belongs to another model"):
         convert(options(calibration=path, force=True, model=str(tmp_path / "other")))
+
+
+def test_a_process_forked_from_one_that_has_converted_converts_the_same(options) -> None:
+    """It has none of the threads that torch had there, and waited for them without end."""
+    chosen = options(threads=2)
+    before = convert(chosen).output.read_bytes()
+    child = os.fork()
+    if child == 0:
+        other = 1
+        try:
+            signal.alarm(60)
+            other = convert(replace(chosen, force=True)).output.read_bytes() != before
+        finally:
+            os._exit(int(other))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_conversions_of_several_threads_give_the_bytes_of_one(options, quick, tmp_path) -> None:
