@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from nstf.analyzers.signatures import Signature
 from nstf.decomposers import chains
@@ -208,7 +209,7 @@ def test_a_unit_knows_the_stride_of_its_convolution() -> None:
 def test_images_are_priced_at_the_size_that_is_asked_for(monkeypatch, asked: int | None, side: int) -> None:
     """Else at that of the config, where no dataset has another."""
     model = SimpleNamespace(
-        module=SimpleNamespace(main_input_name="pixel_values", config=SimpleNamespace(image_size=32)),
+        module=SimpleNamespace(main_input_name="pixel_values", config=PretrainedConfig(image_size=32)),
         config=None,
         stored_name=lambda name: name,
     )
