@@ -3,7 +3,6 @@
 import json
 import logging
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def _split_as_stated(tokenizer: Any, header: GgufHeader, path: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    elif rule not in AS_GPT2 and rule not in _known_rules():
+    elif rule not in AS_GPT2 and not _is_known(rule):
         log.warning(
             "%s: its tokenizer splits text by the rule %s, which is not known here: GPT-2's is taken, which gives other "
             "tokens",
@@ -109,13 +108,13 @@ def _split_as_stated(tokenizer: Any, header: GgufHeader, path: Path) -> None:
         )
 
 
-def _known_rules() -> Collection[str]:
-    """The rules of splitting that transformers knows, as far as it has a list of them."""
+def _is_known(rule: str) -> bool:
+    """Whether transformers splits by a rule. A version that has no list of them chooses by architecture."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
-        return BEGINNING
-    return tuple(GGUF_PRE_TOKENIZER_SPLITS)
+        return True
+    return rule in GGUF_PRE_TOKENIZER_SPLITS
 
 
 def compact(content: bytes) -> bytes:
