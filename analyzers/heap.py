@@ -31,7 +31,7 @@ def share_one_arena(mapped_bytes: int = MAPPED_BYTES) -> None:
         if mallopt is not None:
             mallopt(-8, 1)  # M_ARENA_MAX
             mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
-            mallopt(-3, mapped_bytes)  # M_MMAP_THRESHOLD, which is fixed from now on
+            mallopt(-3, mapped_bytes)  # M_MMAP_THRESHOLD, which glibc no longer adapts
 
 
 def give_back() -> None:

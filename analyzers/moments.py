@@ -231,11 +231,9 @@ def _product(sizes: tuple[int, ...]) -> int:
     return out
 
 
-def _gated(module: Any, expert: int, gate_up: Tensor) -> Tensor:
+def _gated(module: Any, gate_up: Tensor) -> Tensor:
     """What an expert's second product reads, [tokens, ffn], of what its first gives, [tokens, 2 * ffn]."""
-    if getattr(module, "has_bias", False):
-        gate_up = gate_up + module.gate_up_proj_bias[expert]
-    if hasattr(module, "_apply_gate"):  # with bounds, another activation or another order of columns
+    if hasattr(module, "_apply_gate"):  # transformers gives one to most; some have their own, with bounds
         gated: Tensor = module._apply_gate(gate_up)
         return gated
     gate, up = gate_up.chunk(2, dim=-1)
@@ -277,8 +275,6 @@ class ExpertMoments:
                 if getattr(module, "is_transposed", False) or gate_up.shape[-1] != rows.shape[-1]:
                     continue  # stored [experts, in, out] (GPT-OSS): the planner treats it as data-free
                 self._moments.add(f"{name}.gate_up_proj", rows)
-                self._moments.add(
-                    f"{name}.down_proj", _gated(module, expert, F.linear(rows, gate_up[expert]))
-                )
+                self._moments.add(f"{name}.down_proj", _gated(module, F.linear(rows, gate_up[expert])))
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -128,8 +128,8 @@ def profile(
     batch: int,
     repeats: int = 3,
 ) -> Profile:
-    """Profiles a model. prefill, decode: closures that run one forward pass; the fastest of `repeats` counts, of a slow one
-    the only one.
+    """Profiles a model. prefill, decode: closures that run one forward pass; the fastest of `repeats` counts; slow ones
+    are timed twice and watched once.
 
     decode: a pass of one new token per sequence, or None for models that do not generate.
     """

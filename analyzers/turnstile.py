@@ -127,6 +127,7 @@ def run_in_step(
         if rest is not None:
             rest()
     finally:
+        share_one_arena()
         for handle in handles:
             handle.remove()
         for batch in batches:

@@ -155,8 +155,8 @@ def _check_scaling(meta: Metadata, kind: str) -> None:
         stated = meta.number(f"rope.scaling.{name}", usual)
         if stated != usual and not (name == "yarn_ext_factor" and stated < 0):  # negative: the usual one
             raise UnsupportedError(
-                f"{meta.path}: metadata {meta.prefix}.rope.scaling.{name} is {stated:g}, not {usual:g}, for which "
-                "transformers has no setting"
+                f"{meta.path}: metadata {meta.prefix}.rope.scaling.{name} is {stated:g}, not {usual:g}, which is "
+                "not translated"
             )
 
 

@@ -31,6 +31,13 @@ AS_GPT2 = (
     "gigachat",
     "mellum",
     "modern-bert",
+    "jina-es",
+    "jina-de",
+    "jina-v1-en",
+    "jina-v2-es",
+    "jina-v2-de",
+    "jina-v2-code",
+    "a.x-4.0",
     "roberta-bpe",
 )
 
@@ -101,8 +108,8 @@ def _split_as_stated(tokenizer: Any, header: GgufHeader, path: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     elif rule not in AS_GPT2 and not _is_known(rule):
         log.warning(
-            "%s: its tokenizer splits text by the rule %s, which is not known here: GPT-2's is taken, which gives other "
-            "tokens",
+            "%s: its tokenizer splits text by the rule %s, which is not known here: GPT-2's is taken, which may give "
+            "other tokens",
             path,
             rule[:40],
         )

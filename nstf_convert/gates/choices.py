@@ -77,7 +77,8 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
     """One pair for each choice; contexts lose their oldest tokens where a pair is longer than `limit` tokens.
 
     Context and choice are encoded together, as the text they make, and split where the context's own tokens end. Spaces
-    at the context's end go with the choice, as they do in running text. Raises UsageError for a choice that is too long.
+    at the context's end go with the choice, as they do in running text. Raises UsageError for a choice that is too long, or
+    makes one token with its context.
     """
     bos = getattr(tokenizer, "bos_token_id", None)
     starts = tokenizing.encode(tokenizer, "a")["input_ids"][:1] == [bos]
@@ -96,6 +97,10 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
     pairs = []
     for choice in question.choices:
         whole = first + _tokens(tokenizer, context + trailing + choice)
+        if len(whole) < 2:
+            raise UsageError(
+                f"question {question.name}: context and choice make one token, which nothing foretells: give a context"
+            )
         scored = len(whole) - min(len(prefix), len(whole) - 1)
         if scored >= limit:
             raise UsageError(

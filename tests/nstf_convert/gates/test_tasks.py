@@ -280,3 +280,14 @@ def test_options_that_ask_for_nothing_together_exit_2(evaluate, tiny, questions,
     given = [questions if w == "q" else tiny.folder if w == "model" else w for w in words]
     code, _, err = evaluate(tiny.same, *given)
     assert code == 2 and message in err
+
+
+def test_a_text_of_one_token_is_refused():
+    """Nothing stands before it that could foretell it: it ended in an error of torch's."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    merged = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged)
+    with pytest.raises(UsageError, match="make one token"):
+        encode(tokenizer, Question("a", ("b", "bb"), 0, "1", ""), 16)
