@@ -6,6 +6,8 @@ one rank decides by them, all do.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +23,11 @@ from torch import Tensor
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime import peer_sums
 from nstf.runtime.messages import direct
+
+if dist.is_available():
+    # transformers imports it with the first model. Its functions keep the group that there is by then as a default, which
+    # ending the group no longer frees: gloo's threads would run while Python ends, and have ended the process (SIGABRT).
+    import torch.distributed.nn.functional
 
 if TYPE_CHECKING:
     from nstf.kernels.triton.peers import Peers
@@ -202,10 +209,19 @@ def join(count: int, device: torch.device) -> Ranks:
     if not dist.is_initialized():
         try:
             dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+            if not on_gpu:
+                atexit.register(_leave)
         except (RuntimeError, ValueError) as error:  # a port that is taken, say, or the others' absence
             reason = " ".join(str(error).split())[:200]
             raise NstfError(f"the {count} processes of tensor_parallel do not meet: {reason}") from error
     return Ranks(dist.get_rank(), count)
+
+
+def _leave() -> None:
+    """Ends gloo's threads before Python ends. NCCL has none that call Python, and would wait for captured graphs."""
+    if dist.is_initialized():
+        gc.collect()  # what waits for a sum may lie in a cycle, such as the traceback of an error
+        dist.destroy_process_group()
 
 
 def _number(name: str, most: int) -> int:
