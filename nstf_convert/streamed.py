@@ -294,6 +294,14 @@ class StreamedModel:
         config = self.module.config
         tokens = (getattr(config, f"{n}_token_id", None) for n in ("decoder_start", "bos", "pad"))
         start = next((t for t in tokens if isinstance(t, int)), 0)
+        most = max(
+            (m.num_embeddings for m in self.module.modules() if isinstance(m, nn.Embedding)), default=0
+        )
+        if not 0 <= start < most:
+            raise UnsupportedError(
+                f"the config's token {start}, with which answers begin, is beyond the model's vocabulary; take the config that "
+                "belongs to the weights"
+            )
         rows = next(iter(inputs.values())).shape[0]
         ids = inputs.get("input_ids")
         if ids is None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from nstf.errors import UsageError
+from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime import load
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.made_up import longest_window
@@ -132,6 +132,13 @@ def test_encoder_decoder_is_given_decoder_inputs(calibrated, tmp_path) -> None:
     folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER)
     file = calibrated(folder)
     assert "model.decoder.layers.1.fc1.weight" in str(file.metadata["hessians"])
+
+
+def test_answers_that_begin_with_no_token_of_the_model_are_refused(chosen, tmp_path) -> None:
+    start = {"decoder_start_token_id": 5000}
+    folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER | start)
+    with pytest.raises(UnsupportedError, match="token 5000, with which answers begin"):
+        convert(chosen(folder))
 
 
 @pytest.mark.parametrize("kind", ["ForConditionalGeneration", "ForCausalLM"])
