@@ -299,8 +299,8 @@ class StreamedModel:
         )
         if not 0 <= start < most:
             raise UnsupportedError(
-                f"the config's token {start}, with which answers begin, is beyond the model's vocabulary; take the config that "
-                "belongs to the weights"
+                f"the config's token {start}, with which answers begin, is beyond the model's vocabulary; "
+                "take the config that belongs to the weights"
             )
         rows = next(iter(inputs.values())).shape[0]
         ids = inputs.get("input_ids")

@@ -5,6 +5,7 @@ of any size, a tensor of memory that nobody wrote, a tuple whose hash takes for 
 """
 
 import pickletools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ _ONES = {
     "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT",
     "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_TUPLE", "EMPTY_DICT", "EMPTY_LIST",
 }  # fmt: skip
+# The word `storage`, its type, its record, a device and its elements.
+_ID_PARTS = 5
 _POPS = {"POP": 1, "APPEND": 1, "SETITEM": 2, "BUILD": 1}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
@@ -38,9 +41,9 @@ _PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"
 
 def check_pickle(path: Path) -> None:
     """Raises UnsupportedError where a torch file's pickle makes anything but a state dict, CorruptError for what is none."""
-    for name, data in _pickles(path):
+    for name, data, records in _pickles(path):
         try:
-            _check(data)
+            _check(data, records)
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{path} holds Python objects besides dense tensors ({error}), which are never loaded; convert it to "
@@ -52,10 +55,12 @@ def check_pickle(path: Path) -> None:
             ) from error
 
 
-def _pickles(path: Path) -> list[tuple[str, bytes]]:
-    """The file's one pickle, by its name. Raises CorruptError for an archive in which readers could find different ones."""
+def _pickles(path: Path) -> list[tuple[str, bytes, dict[str, int]]]:
+    """The file's one pickle, by its name, and the bytes of each storage's record. Raises CorruptError for an archive in
+    which readers could find different ones."""
     try:
-        found = [e for e in read_entries(path) if e.name.lower().rpartition(b"/")[2] == b"data.pkl"]
+        entries = read_entries(path)
+        found = [e for e in entries if e.name.lower().rpartition(b"/")[2] == b"data.pkl"]
     except (ZipError, OSError) as error:
         raise CorruptError(
             f"{path} cannot be read as PyTorch weights ({str(error)[:160]}); download it again"
@@ -68,29 +73,32 @@ def _pickles(path: Path) -> list[tuple[str, bytes]]:
         )
     with open_regular(path) as file:
         data = pread_all(file, found[0].start, found[0].size, str(path))
-    return [(found[0].name.decode("utf-8", "backslashreplace"), data)]
+    place = found[0].name[: -len(b"data.pkl")] + b"data/"
+    records = {e.name[len(place) :].decode("latin-1"): e.size for e in entries if e.name.startswith(place)}
+    return [(found[0].name.decode("utf-8", "backslashreplace"), data, records)]
 
 
-def _check(data: bytes) -> None:
-    """Goes through the instructions with the count of what each object holds in place of the object."""
-    stack: list[int] = []
+def _check(data: bytes, records: Mapping[str, int]) -> None:
+    """Goes through the instructions with the count of what each object holds in place of the object, and the values of those
+    of which the ids of storages are made. records: bytes of each storage's record."""
+    stack: list[tuple[int, Any]] = []
     marks: list[int] = []
-    memo: dict[Any, int] = {}
+    memo: dict[Any, tuple[int, Any]] = {}
     words: list[str] = []  # the last two strings: STACK_GLOBAL takes its names from there
 
-    def pop(count: int) -> int:
+    def pop(count: int) -> tuple[int, list[Any]]:
         if count > len(stack) - (marks[-1] if marks else 0):
             raise ValueError("too little on the stack")
-        total = sum(stack[len(stack) - count :])
+        taken = stack[len(stack) - count :]
         del stack[len(stack) - count :]
-        return total
+        return sum(held for held, _ in taken), [value for _, value in taken]
 
-    def push(count: int) -> None:
+    def push(count: int, value: Any = None) -> None:
         if count > MOST_NESTED:
             raise UnsupportedError("an object of too many parts")
-        stack.append(count)
+        stack.append((count, value))
 
-    def to_mark() -> int:
+    def to_mark() -> tuple[int, list[Any]]:
         return pop(len(stack) - marks[-1])
 
     for opcode, argument, _ in pickletools.genops(data):
@@ -98,42 +106,68 @@ def _check(data: bytes) -> None:
         if "UNICODE" in name:
             words = [*words[-1:], str(argument)]
         if name in _ONES:
-            push(1)
+            push(1, argument)
         elif name == "GLOBAL":
             _check_name(*_pair(argument))
-            push(1)
+            push(1, _pair(argument))
         elif name == "STACK_GLOBAL":
             if len(words) != 2:
                 raise ValueError("a global without names")
             _check_name(words[0], words[1])
             pop(2)
-            push(1)
+            push(1, (words[0], words[1]))
         elif name in _PUTS:
             memo[argument] = stack[-1]
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name in _GETS:
-            push(memo[argument])
+            push(*memo[argument])
         elif name == "MARK":
             marks.append(len(stack))
         elif name in ("TUPLE", "LIST", "DICT"):
-            held = to_mark()
+            held, values = to_mark()
             marks.pop()
-            push(1 + held if name == "TUPLE" else 1)
+            push(1 + held if name == "TUPLE" else 1, values if len(values) == _ID_PARTS else None)
         elif name in ("APPENDS", "SETITEMS", "POP_MARK"):
             to_mark()
             marks.pop()
         elif name in _TUPLES:
-            push(1 + pop(_TUPLES[name]))
-        elif name in ("REDUCE", "BINPERSID"):
-            pop(2 if name == "REDUCE" else 1)
+            push(1 + pop(_TUPLES[name])[0])
+        elif name == "REDUCE":
+            pop(2)
+            push(1)
+        elif name == "BINPERSID":
+            _check_storage(pop(1)[1][0], records)
             push(1)
         elif name in _POPS:
             pop(_POPS[name])
         elif name == "DUP":
-            push(stack[-1])
+            push(*stack[-1])
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise UnsupportedError(f"made by {name}")
+
+
+def _check_storage(parts: Any, records: Mapping[str, int]) -> None:
+    """Raises UnsupportedError for an id that names no storage, ValueError for a storage longer than its record: a mapped one
+    would reach over the next ones."""
+    kind, key, count = (parts[1], parts[2], parts[4]) if isinstance(parts, list) else (None, None, None)
+    if not (isinstance(kind, tuple) and isinstance(key, str) and isinstance(count, int)):
+        raise UnsupportedError("an id of no storage")
+    if count * _item_bytes(kind[1]) > records[key]:
+        raise ValueError("a storage longer than its record")
+
+
+def _item_bytes(name: str) -> int:
+    """Of a class of storages, or a type. Raises UnsupportedError for one that torch has not."""
+    import torch
+
+    kind = getattr(torch, name, None)
+    dtype = (
+        torch.uint8 if name == "UntypedStorage" else getattr(kind, "_dtype", kind)
+    )  # `dtype` warns of its class
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"a storage of {name[:40]}")
+    return dtype.itemsize
 
 
 def _pair(argument: Any) -> tuple[str, str]:

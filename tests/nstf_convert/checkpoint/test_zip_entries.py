@@ -112,6 +112,12 @@ def beyond(data: bytes) -> bytes:
     return bytes(changed)
 
 
+def shortened(data: bytes) -> bytes:
+    """The first tensor's values lie before those of the second: mapped, it would reach over them."""
+    held = contents(data)
+    return written([(name, c[:128] if name == "x/data/0" else c) for name, c in held.items()])
+
+
 ATTACKS: dict[str, Callable[[bytes], bytes]] = {
     "two lists of entries": two_lists,
     "the pickle's name in two cases": both_cases,
@@ -120,6 +126,7 @@ ATTACKS: dict[str, Callable[[bytes], bytes]] = {
     "an entry that says it is compressed": compressed,
     "two entries that change places": swapped,
     "an entry beyond the end": beyond,
+    "a storage longer than its record": shortened,
     "bytes after the end": lambda data: data + b"\x00",
     "more entries than are there": lambda data: data[:-14] + struct.pack("<2H", 60_000, 60_000) + data[-10:],
     "fewer entries than are there": lambda data: data[:-14] + struct.pack("<2H", 2, 2) + data[-10:],
