@@ -48,7 +48,7 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
             raise UsageError(
                 f"{what} {path} would become part of the folder {source} that is read: put it elsewhere"
             )
-        if place.exists() and (file := _entry(given, place.stat())) is not None:
+        if place.exists() and (file := _entry(given, place)) is not None:
             raise UsageError(f"{what} {path} is read as {file}: give another name")
 
 
@@ -60,14 +60,21 @@ def same_file(first: Path, second: Path) -> bool:
         return False
 
 
-def _entry(folder: Path, wanted: os.stat_result) -> str | None:
-    """The path in a folder, or in its folders, that leads to a file: a link in the hub's cache, say."""
+def _entry(folder: Path, place: Path) -> str | None:
+    """The path in a folder, or in its folders, that leads to a file: a link in the hub's cache, say, to it or its folder."""
+    wanted = place.stat()
     for entry in _entries(folder):
         if entry.is_symlink() or entry.inode() == wanted.st_ino:
             with suppress(OSError):  # a link that leads nowhere
                 if os.path.samestat(wanted, entry.stat()):
                     return entry.path
+                if entry.is_dir() and Path(entry.path).resolve() in place.parents and _is_foreign(place):
+                    return entry.path
     return None
+
+
+def _is_foreign(file: Path) -> bool:
+    return file.suffix.lower() not in _OURS
 
 
 def _entries(folder: str | Path) -> Iterator["os.DirEntry[str]"]:
@@ -97,9 +104,10 @@ def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> Non
         is_folder = file.is_dir()  # a model's or a dataset's, which may be the work directory
         if not is_folder and same_file(file, work_dir):
             raise UsageError(f"{file} is the work directory: choose another work directory")
-        if not (RESULTS.fullmatch(file.name) or (file.name in _KEPT and not is_folder)):
-            continue
-        if file.absolute().parent.resolve() == work_dir.resolve():
+        for path in (file.absolute(), Path(os.path.realpath(file))):  # a link, and what it leads to
+            named = RESULTS.fullmatch(path.name) or (path.name in _KEPT and not is_folder)
+            if not named or path.parent.resolve() != work_dir.resolve():
+                continue
             raise UsageError(
                 f"{file} has the name of a result in the work directory {work_dir}: choose another work directory"
             )

@@ -82,12 +82,12 @@ def refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
             refuse_quantised(value, where)
 
 
-def known_fields(model_type: str | None) -> frozenset[str] | None:
-    """The names that the config class of `model_type` and its sub-configs declare; None for an unknown one."""
+def known_fields(model_type: str | None) -> frozenset[str]:
+    """The names that the config class of `model_type` and its sub-configs declare; none for an unknown one."""
     from transformers import CONFIG_MAPPING
 
     if model_type is None or model_type not in CONFIG_MAPPING:
-        return None
+        return frozenset()
     names: set[str] = set()
     pending, seen = [CONFIG_MAPPING[model_type]], set()
     while pending:
@@ -103,7 +103,7 @@ def known_fields(model_type: str | None) -> frozenset[str] | None:
 
 def _filter(
     raw: Mapping[str, Any],
-    known: frozenset[str] | None,
+    known: frozenset[str],
     where: str,
     path: str,
     depth: int,
@@ -134,17 +134,16 @@ def _filter(
     return kept
 
 
-def _fields_inside(value: Mapping[str, Any], known: frozenset[str] | None) -> frozenset[str] | None:
+def _fields_inside(value: Mapping[str, Any], known: frozenset[str]) -> frozenset[str]:
     """The names that may have text in a sub-config: of its own class, too, where the outer one takes any (a backbone, a
     speech encoder). Not those of a wrapper of timm, which builds what it names."""
     kind = value.get("model_type")
-    inner = None if not isinstance(kind, str) or kind.startswith("timm") else known_fields(kind)
-    return known if known is None or inner is None else known | inner
+    return known if not isinstance(kind, str) or kind.startswith("timm") else known | known_fields(kind)
 
 
-def _text_allowed(key: str, path: str, known: frozenset[str] | None) -> bool:
+def _text_allowed(key: str, path: str, known: frozenset[str]) -> bool:
     parents = path.split(".") if path else []
-    return key in TEXT_KEYS or known is None or key in known or any(p in TEXT_KEYS for p in parents)
+    return key in TEXT_KEYS or key in known or any(p in TEXT_KEYS for p in parents)
 
 
 def _allowed(value: Any, text: bool, depth: int) -> bool:

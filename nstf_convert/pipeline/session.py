@@ -373,7 +373,8 @@ class Session:
         """The work directory of this job; a helper shares that of the process that started it."""
         options, job = self.options, self.job
         restart = options.restart and not self.helper
-        keep_apart(self._folder, [options.model, *options.datasets, options.calibration, options.output])
+        given = [options.model, *options.datasets, options.calibration, options.output]
+        keep_apart(self._folder, [*given, *self.checkpoint.paths()])
         job.identify(self.model, self.device)
         return WorkDir(self._folder, job.parts, self.helper, job.names(), restart)
 

@@ -180,6 +180,17 @@ def test_nor_what_a_link_in_a_folder_leads_to(
     assert contents(folder) == before
 
 
+def test_nor_a_file_in_a_folder_that_a_link_leads_to(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "templates").mkdir()
+    (folder / "templates" / "tool.jinja").write_text("{{ messages }}")
+    (folder / "model" / "additional_chat_templates").symlink_to("../templates")
+    assert run([*CONVERT, "-o", "templates/tool.jinja"]) == 2
+    assert "is read as" in capsys.readouterr().err
+    assert (folder / "templates" / "tool.jinja").read_text() == "{{ messages }}"
+
+
 def test_nor_what_the_cache_of_the_hub_keeps_of_a_model(tmp_path: Path) -> None:
     from nstf_convert.inputs import keep_inputs
 

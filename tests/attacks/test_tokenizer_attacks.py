@@ -84,6 +84,12 @@ TABLE = base64.b64encode(bytes(4) + b"x" * 70_000 + bytes(1)).decode()
 GROWING: dict[str, dict[str, Any]] = {
     "letters that become words, twice": {"normalizer": {"type": "Sequence", "normalizers": [LONG, LONG]}},
     "a long text put before": {"normalizer": {"type": "Prepend", "prepend": "a" * 100_000}},
+    "one letter that Unicode writes as 18": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "\ufdfa" * 4000}, {"type": "NFKC"}],
+        }
+    },
     "a template of many tokens": {"post_processor": {**TEMPLATE, "single": [*[SPECIAL] * 300, TEXT]}},
     "a template of many names of tokens": {
         "post_processor": {**TEMPLATE, "single": [*[SPECIAL] * 300, TEXT], "special_tokens": {"A": TOKEN | {"ids": []}}}

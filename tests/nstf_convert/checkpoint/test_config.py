@@ -62,6 +62,18 @@ def test_hostile_fields_do_not_pass_in_a_sub_config(key: str, value: Any) -> Non
     assert config["text_config"]["vocab_size"] == 10
 
 
+def test_no_text_of_a_kind_of_model_that_transformers_lacks_passes() -> None:
+    raw = {
+        "model_type": "newnet",
+        "helper": "some-name",
+        "inner": {"model_type": "newer", "run": "some-name"},
+        "width": 8,
+    }
+    config, dropped = filter_config(raw, "config.json")
+    assert config == {"model_type": "newnet", "inner": {"model_type": "newer"}, "width": 8}
+    assert dropped == ["helper", "inner.run"]
+
+
 def test_everything_transformers_writes_for_a_plain_model_passes(make_folder: Callable[..., Path]) -> None:
     for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "BertModel", "MixtralForCausalLM"):
         folder = make_folder(name, name)

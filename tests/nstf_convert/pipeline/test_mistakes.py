@@ -306,6 +306,26 @@ def test_no_file_of_the_user_has_the_name_of_a_result(options, small, tmp_path, 
     assert {p.name: p.read_bytes() for p in work.iterdir()} == before
 
 
+@pytest.mark.parametrize("by", ["an index", "a link"])
+def test_nor_a_file_that_is_read_by_another_way(options, small, tmp_path, by) -> None:
+    from safetensors.torch import load_file
+
+    work = tmp_path / "work"
+    shutil.copytree(small.folder, work)
+    model = work if by == "an index" else tmp_path / "linked.safetensors"
+    (work / "model.safetensors").rename(work / "float32.safetensors")
+    if by == "an index":
+        names = dict.fromkeys(load_file(work / "float32.safetensors"), "float32.safetensors")
+        (work / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    else:
+        model.symlink_to(work / "float32.safetensors")
+        shutil.copy(work / "config.json", tmp_path)
+    (work / "job.json").write_text(json.dumps({"tool": "x", "checkpoint": "y", "names": {}}))
+    with pytest.raises(UsageError, match="has the name of a result in the work directory"):
+        convert(options(model=str(model), work_dir=work, restart=True))
+    assert (work / "float32.safetensors").read_bytes() == (small.folder / "model.safetensors").read_bytes()
+
+
 def test_results_of_another_tokenizer_are_not_taken(options, small, tmp_path) -> None:
     """The same text has other tokens: its calibration was taken for that of the tokenizer that is there now."""
     model = shutil.copytree(small.folder, tmp_path / "model")
