@@ -188,6 +188,8 @@ class _Pass:
         self._linear = _watched(model, data.language)
         self._stacks = dict(model.expert_modules())
         self._weight_of = weights_of_moments(model, data.language)
+        # Whether HEAD is the output layer of a language model; classifiers have layers that are called so.
+        self._has_head = HEAD in self._weight_of and HEAD not in self._linear
         numbers = {f"{prefix}.{i}.": str(i) for i in range(len(self._layers))}
         self._part_of = {
             path: next((n for start, n in numbers.items() if path.startswith(start)), OUTSIDE)
@@ -216,10 +218,10 @@ class _Pass:
         """The parts all of whose Hessians the consumer covers, so that no Hessian needs to go from process to process."""
         if self._consumer is None:
             return set()
-        parts = {str(i) for i in range(len(self._layers))} | ({HEAD} & self._weight_of.keys())
+        parts = {str(i) for i in range(len(self._layers))} | ({HEAD} if self._has_head else set())
         parts -= {self._part_of[path] for path in self._stacks}
         kept = {path for path, weight in self._weight_of.items() if not self._consumer.covers(weight)}
-        return parts - {HEAD if path == HEAD else self._part_of[path] for path in kept}
+        return parts - {self._part_of.get(path, HEAD) for path in kept}
 
     def run(
         self,
@@ -240,7 +242,7 @@ class _Pass:
                         head.add(HEAD, model.head_inputs(out.reshape(-1, out.shape[-1])))
 
         def before(part: str) -> None:
-            if (part != HEAD or HEAD in self._weight_of) and take(part):
+            if (part != HEAD or self._has_head) and take(part):
                 self._taken.add(part)
 
         def after_layer(index: int) -> None:
