@@ -21,6 +21,7 @@ from torch import nn
 from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.config import Limits
 from nstf.runtime.imports import uncollected
+from nstf.runtime.offline import without_hub
 from nstf.runtime.small_buffers import small_buffers
 
 # Keys that name code or a repository, or that make transformers expect weights in another library's format. An
@@ -69,7 +70,8 @@ def build_skeleton(
 
         model_class = _named_class(name) if name else _auto_class(given.get("model_type"))
     try:
-        model_config = _config_class(given, model_class).from_dict(given)
+        with without_hub():
+            model_config = _config_class(given, model_class).from_dict(given)
         if isinstance(getattr(model_config, "rescale_every", None), int):
             # RWKV would halve weights in place before its first pass, so that float16 holds its sums. Encoded weights, and
             # those that are read when they are needed, are not written to; without it the numbers are the same.
@@ -82,7 +84,7 @@ def build_skeleton(
             torch.no_grad(),
         ):
             _keep_off_stdout(model_class)
-            with no_hub_kernels():
+            with without_hub():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
         if out_of_memory(error):
@@ -106,7 +108,8 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = harmless(config)
     try:
         # Not the model's class: importing that takes another second.
-        complete: dict[str, Any] = _config_class(given, None).from_dict(given).to_dict()
+        with without_hub():
+            complete: dict[str, Any] = _config_class(given, None).from_dict(given).to_dict()
     except UnsupportedError:
         raise
     except Exception as error:
@@ -288,26 +291,6 @@ def _keep_off_stdout(model_class: type) -> None:
         _log.debug("%s: %s", model_class.__name__, " ".join(map(str, said)))
 
     setattr(sys.modules[model_class.__module__], "print", log)  # noqa: B010
-
-
-@contextmanager
-def no_hub_kernels() -> Iterator[None]:
-    """Constructors (RWKV, YOSO, MRA) fetch CUDA code from the hub where they can; each does without where that fails."""
-    from transformers.integrations import hub_kernels
-
-    def refuse(name: str, *_: Any, **__: Any) -> Any:
-        raise ImportError(f"{name} is not fetched from the hub: opening a model needs no network")
-
-    with _BUILDING:
-        before = getattr(hub_kernels, "get_kernel", None)
-        if before is None:  # a version that has moved it
-            yield
-            return
-        setattr(hub_kernels, "get_kernel", refuse)  # noqa: B010
-        try:
-            yield
-        finally:
-            setattr(hub_kernels, "get_kernel", before)  # noqa: B010
 
 
 @contextmanager

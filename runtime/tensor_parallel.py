@@ -17,6 +17,7 @@ from nstf.kernels.formats import EncodedTensor, FormatError, Node
 from nstf.kernels.formats.shards import Span as Span
 from nstf.kernels.formats.shards import check_part, grain, shard
 from nstf.runtime.attention_windows import check_alike
+from nstf.runtime.offline import without_hub
 
 if TYPE_CHECKING:
     from nstf.runtime.artifact import Artifact
@@ -132,7 +133,8 @@ def text_config(stated: Mapping[str, Any]) -> Any:
     settings = harmless(stated)
     kind = settings.pop("model_type", None)
     try:
-        found = AutoConfig.for_model(str(kind), **settings).get_text_config()
+        with without_hub():
+            found = AutoConfig.for_model(str(kind), **settings).get_text_config()
         if not isinstance(found, PreTrainedConfig):
             raise TypeError("its config of the text is none")
         return found

@@ -15,6 +15,7 @@ from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact import open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
+from nstf.runtime.offline import without_hub
 from nstf.runtime.skeleton import ARGUMENTS_OF, harmless, leads_away
 from nstf.runtime.tokenizer_growth import check_growth, check_made
 from nstf.runtime.tokenizing import is_panic
@@ -59,7 +60,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
                     check_growth(content, where)
                 Path(folder, name).write_bytes(_without_code(name, content, where))
         try:
-            made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with without_hub():
+                made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             _check_settings(made)
             _check_vocabulary(made, files)
         except BaseException as error:

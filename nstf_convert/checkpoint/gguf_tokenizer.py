@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.offline import without_hub
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
@@ -65,6 +66,7 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         foreign_errors(f"{path}: its tokenizer cannot be rebuilt"),
         header_for_transformers(header),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        without_hub(),
     ):
         # Alone: a tokenizer.json beside the file, another model's maybe, would be taken instead, unchecked.
         alone, saved = Path(folder, "alone"), Path(folder, "saved")

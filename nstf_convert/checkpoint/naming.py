@@ -141,7 +141,8 @@ def meta_model(cls: Any, config: Mapping[str, Any], limits: Limits, where: str) 
     """
     import transformers
 
-    from nstf.runtime.skeleton import no_hub_kernels, parameters_on_meta
+    from nstf.runtime.offline import without_hub
+    from nstf.runtime.skeleton import parameters_on_meta
 
     _refuse_absurd(config, limits.tensors, where)
     check_config(config, limits, where)
@@ -149,9 +150,10 @@ def meta_model(cls: Any, config: Mapping[str, Any], limits: Limits, where: str) 
     most = replace(limits, tensors=4 * limits.tensors)
     config_class = transformers.CONFIG_MAPPING[config["model_type"]]
     try:
-        settings = config_class.from_dict(copy.deepcopy(dict(config)))
-        with torch.device("meta"), parameters_on_meta(most), no_hub_kernels():
-            return cls(settings)
+        with without_hub():
+            settings = config_class.from_dict(copy.deepcopy(dict(config)))
+            with torch.device("meta"), parameters_on_meta(most):
+                return cls(settings)
     except ImportError as error:
         raise NstfError(
             f"{where}: transformers builds no {cls.__name__} without a package that is missing: "

@@ -357,7 +357,8 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
-    from nstf.runtime.skeleton import no_hub_kernels, parameter_names, parameters_on_meta
+    from nstf.runtime.offline import without_hub
+    from nstf.runtime.skeleton import parameter_names, parameters_on_meta
 
     try:
         check_config(config, _CONFIG_LIMITS, "the config")
@@ -365,7 +366,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
         raise UsageError("the config's sizes are beyond any model, or no sizes") from error
     text = _text_of(config)
     try:
-        with torch.device("meta"), torch.no_grad(), no_hub_kernels(), parameters_on_meta(_CONFIG_LIMITS):
+        with torch.device("meta"), torch.no_grad(), without_hub(), parameters_on_meta(_CONFIG_LIMITS):
             # The text of a model that reads images too may have no class with a head (Qwen2-VL).
             part = (
                 text.model_type != config.get("model_type") and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,41 @@ def test_a_constructor_fetches_no_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **_: asked.append(name))
     sizes = {"hidden_size": 8, "attention_hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 2}
     build_skeleton({"model_type": "rwkv", "architectures": ["RwkvModel"], **sizes})
+    assert asked == []
+
+
+# transformers takes a backbone's name for a repository, whose config it reads.
+BACKBONES: dict[str, dict[str, Any]] = {
+    "UperNetForSemanticSegmentation": {"model_type": "upernet"},
+    "DPTForDepthEstimation": {"model_type": "dpt", "is_hybrid": False},
+    "DetrForObjectDetection": {"model_type": "detr", "backbone_kwargs": {"out_indices": [1]}},
+    "DepthAnythingForDepthEstimation": {"model_type": "depth_anything"},
+}
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_no_repository_of_a_backbones_name_is_looked_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    import huggingface_hub.constants
+
+    asked: list[Any] = []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *where, **_: asked.append(where) or [])
+    config = {"architectures": [kind], "backbone": "gpt2", **BACKBONES[kind]}
+    path = tokenizer(tmp_path / "m.nstf", config, {})
+    nested = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": config,
+    }
+    inside = tokenizer(tmp_path / "n.nstf", nested, {})
+    for opened in (load, load_tokenizer):
+        for file in (path, inside):
+            with suppress(NstfError):
+                opened(file)
     assert asked == []
 
 
