@@ -107,7 +107,7 @@ def cut_windows(ids: Sequence[int] | Tensor, seq_len: int, count: int | None = N
 def compare(ref_logits: Tensor, test_logits: Tensor, labels: Tensor) -> TokenScores:
     """Scores of every row. ref_logits, test_logits: [n, V]; labels: [n] int64, the tokens that follow.
 
-    Computed by blocks of at most MAX_ROWS rows. A row with a NaN in `test_logits` scores a NaN KLD, which no
+    Computed by blocks of at most MAX_ROWS rows. A row with a NaN in either logits scores a NaN KLD, which no
     gate lets pass.
     """
     if ref_logits.shape != test_logits.shape or ref_logits.ndim != 2 or labels.shape != ref_logits.shape[:1]:
@@ -218,7 +218,7 @@ def _divergence(ref: Tensor, test: Tensor) -> Tensor:
     log_p, log_q = torch.log_softmax(ref, dim=-1), torch.log_softmax(test, dim=-1)
     p = log_p.exp()
     # 0 * log 0 = 0: a token the reference excludes costs nothing.
-    terms = torch.where(p > 0, p * (log_p - log_q), p.new_zeros(()))
+    terms = torch.where(p == 0, p.new_zeros(()), p * (log_p - log_q))  # NaN stays
     kl = terms.sum(-1)
     # Rounding can leave -1e-17; a NaN stays a NaN.
     return torch.where(kl < 0, torch.zeros_like(kl), kl)

@@ -50,13 +50,15 @@ def check_growth(content: bytes, where: object) -> None:
 
 def check_made(tokenizer: Any, where: object, words: bool = False) -> None:
     """The same for the rules of a tokenizer of transformers, which may have them from other files: a table of characters
-    of a sentencepiece model, say. words: its words are from other files, too."""
+    of a sentencepiece model, say, or tokens that settings add. words: its words are from other files, too."""
     own = getattr(tokenizer, "tokenizer", tokenizer)
     backend = getattr(own, "backend_tokenizer", None)
     stated = {name: _stated(getattr(backend, name, None)) for name in (*_BEFORE, *_AFTER)}
     if words:
         with suppress(NotImplementedError):
             stated["model"] = {"vocab": getattr(own, "get_vocab", dict)()}
+    with suppress(NotImplementedError):
+        stated["added_tokens"] = [{"content": word} for word in getattr(own, "get_added_vocab", dict)()]
     check_rules(stated, where)
 
 

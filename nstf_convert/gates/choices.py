@@ -130,7 +130,7 @@ def answer(model: LanguageModel, pairs: Sequence[Sequence[Pair]], questions: Seq
 
 
 def _best(scores: Sequence[float]) -> int:
-    """The index of the largest; -1, never right, when one is not a number."""
+    """The index of the largest; -1, which is neither right nor wrong, when one is not a number."""
     if any(math.isnan(s) for s in scores):
         return -1
     return max(range(len(scores)), key=scores.__getitem__)
@@ -211,14 +211,14 @@ def summarise(
 def _group(
     rows: Sequence[int], questions: Sequence[Question], test: Answers, reference: Answers | None
 ) -> Group:
-    right = [float(test.raw[i] == questions[i].answer) for i in rows]
-    right_norm = [float(test.normalised[i] == questions[i].answer) for i in rows]
+    right = [_right(test.raw[i], questions[i]) for i in rows]
+    right_norm = [_right(test.normalised[i], questions[i]) for i in rows]
     accuracy, accuracy_se = _mean_se(right)
     accuracy_norm, accuracy_norm_se = _mean_se(right_norm)
     if reference is None:
         return Group(len(rows), accuracy, accuracy_se, accuracy_norm, accuracy_norm_se)
-    before = [float(reference.raw[i] == questions[i].answer) for i in rows]
-    before_norm = [float(reference.normalised[i] == questions[i].answer) for i in rows]
+    before = [_right(reference.raw[i], questions[i]) for i in rows]
+    before_norm = [_right(reference.normalised[i], questions[i]) for i in rows]
     change, change_se = _mean_se([a - b for a, b in zip(right, before, strict=True)])
     return Group(
         len(rows),
@@ -234,6 +234,10 @@ def _group(
         lost=sum(b > a for a, b in zip(right, before, strict=True)),
         gained=sum(a > b for a, b in zip(right, before, strict=True)),
     )
+
+
+def _right(chosen: int, question: Question) -> float:
+    return math.nan if chosen < 0 else float(chosen == question.answer)
 
 
 def _mean_se(values: Sequence[float]) -> tuple[float, float | None]:

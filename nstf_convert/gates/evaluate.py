@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nstf.errors import UsageError
+from nstf.errors import UnsupportedError, UsageError
 from nstf.runtime import tokenizing
 from nstf.runtime.artifact.header import short
 from nstf_convert.dataset import load_text
@@ -82,6 +82,7 @@ class Check:
         return f"{self.name} {value} {self.bound:g} (`{self.gate}`)"
 
 
+_NO_NUMBERS = "what is compared with computes NaN: its weights or its config are damaged"
 _RULES = (
     # field of Gates, words, field of Accuracy or Similarity
     ("max_kl", "mean KLD in nats", "mean_kl"),
@@ -136,7 +137,8 @@ def _check(words: str, gate: str, value: float, bound: float) -> Check:
 
 
 def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windows: Tensor) -> Accuracy:
-    """windows: [count, seq_len] int64. Raises UsageError when the two models do not belong together."""
+    """windows: [count, seq_len] int64. Raises UsageError when the two models do not belong together, UnsupportedError for a
+    reference that computes NaN."""
     scores = []
     step = 1
     done = 0
@@ -151,6 +153,8 @@ def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windo
                     raise UsageError(
                         f"the artifact and the reference are different models: {error}"
                     ) from error
+            if any(bool(score.nll_ref.isnan().any()) for score in scores[done:]):
+                raise UnsupportedError(_NO_NUMBERS)
             done += ids.shape[0]
             log.info("evaluated %d of %d windows", done, windows.shape[0])
             # Weights stream in once per batch: as many windows at a time as the memory bound allows.
@@ -161,7 +165,8 @@ def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windo
 def evaluate_encoder(
     reference: Encoder, test: Encoder, batches: Sequence[Mapping[str, Tensor]]
 ) -> Similarity:
-    """batches: keyword inputs of the models. Raises UsageError when the outputs differ in shape."""
+    """batches: keyword inputs of the models. Raises UsageError when the outputs differ in shape, UnsupportedError for a
+    reference that computes NaN."""
     cosines, errors = [], []
     with torch.inference_mode():
         for index, inputs in enumerate(batches):
@@ -172,6 +177,8 @@ def evaluate_encoder(
                 cosine, error = compare_outputs(*outputs)
             except ValueError as wrong:
                 raise UsageError(f"the artifact and the reference are different models: {wrong}") from wrong
+            if bool(outputs[0].isnan().any()):
+                raise UnsupportedError(_NO_NUMBERS)
             cosines.append(cosine)
             errors.append(error)
             log.info("evaluated %d of %d batches", index + 1, len(batches))

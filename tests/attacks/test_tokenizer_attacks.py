@@ -146,6 +146,28 @@ def test_words_from_another_file_are_counted_too(tmp_path: Path) -> None:
                 load_tokenizer(path)
 
 
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("tokenizer_config.json", {"extra_special_tokens": {"a_token": "x" * 70_000}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1000": {"content": "x" * 70_000}}}),
+        ("special_tokens_map.json", {"sep_token": "x" * 70_000}),
+        ("added_tokens.json", {"x" * 70_000: 1000}),
+    ],
+)
+def test_a_long_token_of_the_settings_is_counted_too(
+    tmp_path: Path, file: str, settings: dict[str, Any]
+) -> None:
+    folder = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
+    files = {
+        name: (folder / name).read_bytes()
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
+    }
+    before = json.loads(files[file]) if file in files else {}
+    with pytest.raises(UnsupportedError, match="longest token"):
+        tokenizer_files.tokenizer_from_files(files | {file: json.dumps(before | settings).encode()}, "here")
+
+
 def test_words_of_any_length_are_not_looked_through(tmp_path: Path) -> None:
     """8,000 letters took 14 s, and twice as many eight times as long."""
     model = {

@@ -122,6 +122,15 @@ def test_a_figure_that_is_not_a_number_never_passes():
         check(Gates(max_kl=1.0), Similarity(1.0, 1.0, 0.0, 3))
 
 
+@pytest.mark.parametrize("gates", [(), ("--max-kl", "5")])
+def test_a_reference_that_computes_nan_is_refused(evaluate, tiny, tmp_path, gates):
+    folder = shutil.copytree(tiny.folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": -100.0}))
+    code, _, err = evaluate(tiny.same, "-r", folder, "--dataset", tiny.text, *WINDOWS, *gates)
+    assert code == 6 and "what is compared with computes NaN" in err
+
+
 def test_junit_stays_well_formed_with_hostile_names():
     document = junit_xml('a<b>&"\x00\x1b.nstf', [Check("k", "max_kl", 2.0, 1.0, False)], {"n<": "\x07"}, 1.5)
     root = ET.fromstring(document)

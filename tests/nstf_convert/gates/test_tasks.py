@@ -11,6 +11,7 @@ import torch
 from nstf.errors import UsageError
 from nstf_convert.cli import run
 from nstf_convert.gates.choices import Answers, Pair, answer, encode, log_likelihoods, summarise
+from nstf_convert.gates.evaluate import TaskGates, check_tasks
 from nstf_convert.gates.tasks import Question, joined_without_space, read_tasks
 
 GOOD = {"context": "the cat", "choices": [" sat", " ran"], "answer": 1}
@@ -143,10 +144,12 @@ def test_figures_are_those_of_the_definition() -> None:
 
 def test_a_score_that_is_not_a_number_is_never_right() -> None:
     table = torch.full((3, 3), math.nan)
-    answers = answer(
-        Bigrams(table), [[Pair((0, 1), 1), Pair((0, 2), 1)]], [Question("x", ("a", "b"), 0, "1")]
-    )
+    questions = [Question("x", ("a", "b"), 0, "1")]
+    answers = answer(Bigrams(table), [[Pair((0, 1), 1), Pair((0, 2), 1)]], questions)
     assert answers.raw == (-1,) == answers.normalised
+    group = summarise(questions, answers, None)[""]
+    assert math.isnan(group.accuracy) and math.isnan(group.accuracy_norm)
+    assert not any(check.passed for check in check_tasks(TaskGates(min_accuracy=0.0), group))
 
 
 def test_contexts_lose_their_oldest_tokens_and_a_choice_that_is_too_long_is_named(tiny) -> None:
