@@ -12,6 +12,8 @@ from nstf.runtime.artifact.atomic_file import appeared
 
 # Endings of files that tools take for a model of theirs, or for its settings.
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
+# Of those of texts: what appears in a folder of them becomes one.
+_TEXTS = (".txt", ".md", ".jsonl", ".parquet")
 # Weights that are read with the settings beside them.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # Endings of ours: nobody reads such a file as part of a folder of models or texts.
@@ -44,7 +46,8 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
         if not given.is_dir():
             continue
         inside = given.resolve() in place.parents
-        if inside and (path.suffix.lower() in FOREIGN or path.exists()) and path.suffix.lower() not in _OURS:
+        ending = path.suffix.lower()
+        if inside and (ending in (*FOREIGN, *_TEXTS) or path.exists()) and ending not in _OURS:
             raise UsageError(
                 f"{what} {path} would become part of the folder {source} that is read: put it elsewhere"
             )

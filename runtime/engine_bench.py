@@ -56,9 +56,21 @@ class Speed:
         return {**asdict(self), **shares}
 
 
+# Tokens of a prompt, where none are asked for.
+PROMPT = 512
+
+
+def fitting_prompt(prompt: int | None, new: int, context: int) -> int:
+    """The tokens of a prompt before `new` ones; None: PROMPT, or as many as the context leaves. Raises UsageError."""
+    chosen = max(1, min(PROMPT, context - new)) if prompt is None else prompt
+    if chosen + new > context:
+        raise UsageError(f"{chosen} + {new} tokens do not fit the model's context of {context}")
+    return chosen
+
+
 def measure(
     artifact: Artifact,
-    prompt: int,
+    prompt: int | None,
     new: int,
     repetitions: int = 3,
     exact: bool = False,
@@ -66,7 +78,7 @@ def measure(
     kv_cache: str = "float16",
     attention: str = "full",
 ) -> Speed:
-    """Runs a prompt of `prompt` tokens and decodes `new` more, some times.
+    """Runs a prompt of `prompt` tokens (None: `fitting_prompt`) and decodes `new` more, some times.
 
     Raises UnsupportedError for a model the engine does not run, UsageError for more tokens than its context holds.
     """
@@ -77,8 +89,7 @@ def measure(
         start = time.perf_counter()
         engine = Engine(artifact, exact, kv_cache=kv_cache, attention=attention)
         loaded = time.perf_counter() - start
-        if prompt + new > engine.context:
-            raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {engine.context}")
+        prompt = fitting_prompt(prompt, new, engine.context)
         generator = torch.Generator("cpu").manual_seed(0)
         ids = torch.randint(0, engine.vocab, (prompt,), generator=generator, dtype=torch.int64, device="cpu")
         engine.forward(ids[:1])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import UnsupportedError, UsageError
+from nstf.runtime.engine_bench import fitting_prompt
 from nstf.runtime.graph_decoder import LARGEST_BATCH, Decoder
 from nstf.runtime.graph_generate import decoder_of
 from nstf.runtime.loading import load
@@ -50,7 +51,7 @@ class GpuSpeed:
 def measure(
     path: str | os.PathLike[str],
     device: str,
-    prompt: int,
+    prompt: int | None,
     new: int,
     repetitions: int = 3,
     batch: int = 1,
@@ -70,8 +71,7 @@ def measure(
         raise UnsupportedError(f"{type(model).__name__} does not generate text")
     with torch.no_grad():
         decoder = decoder_of(model)
-        if prompt + new > decoder.context:
-            raise UsageError(f"{prompt} + {new} tokens do not fit the model's context of {decoder.context}")
+        prompt = fitting_prompt(prompt, new, decoder.context)
         loaded = time.perf_counter() - start
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, int(decoder.config.shape["vocab"]), (batch, prompt), generator=generator)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +19,9 @@ from nstf_convert.checkpoint import memory
 from nstf_convert.checkpoint.naming import Plan, Recipe
 from nstf_convert.checkpoint.source import Source, TensorInfo, is_sampled, source_digest
 from nstf_convert.checkpoint.ties import find_ties
+from nstf_convert.notice import NOTICE
+
+log = logging.getLogger("nstf")
 
 # Its square is a number of float32, as are sums of many.
 LARGEST_VALUE = 1e18
@@ -122,6 +126,11 @@ class Checkpoint:
                 files["config.json"] = json.dumps(self.config, indent=2, sort_keys=True).encode() + b"\n"
             self._files = dict(sorted(files.items()))
         return dict(self._files)
+
+    def say_notes(self, where: str) -> None:
+        """Says what was left out of it, and the like. where: what the user calls it."""
+        for note in self.notes:
+            log.log(NOTICE, "%s: %s", where, note)
 
     def paths(self) -> list[Path]:
         """The files that hold the tensors."""

@@ -124,7 +124,7 @@ def _filter(
             dropped.append(name[:120])
         elif isinstance(value, dict):
             kept[key] = _filter(value, _fields_inside(value, known), where, name, depth + 1, dropped)
-        elif _allowed(value, _text_allowed(key, path, known), depth):
+        elif _allowed(value, _text_allowed(key, path, known), known, depth):
             _check_number(key, value, where)
             kept[key] = no_token(key, value)
             if kept[key] is None and value is not None:
@@ -142,11 +142,10 @@ def _fields_inside(value: Mapping[str, Any], known: frozenset[str]) -> frozenset
 
 
 def _text_allowed(key: str, path: str, known: frozenset[str]) -> bool:
-    parents = path.split(".") if path else []
-    return key in TEXT_KEYS or key in known or any(p in TEXT_KEYS for p in parents)
+    return key in TEXT_KEYS or key in known or (key == "name" and path.endswith("ffn_act_fn"))  # DBRX
 
 
-def _allowed(value: Any, text: bool, depth: int) -> bool:
+def _allowed(value: Any, text: bool, known: frozenset[str], depth: int) -> bool:
     if value is None or isinstance(value, bool | int | float):
         return True
     if isinstance(value, str):
@@ -155,11 +154,14 @@ def _allowed(value: Any, text: bool, depth: int) -> bool:
         return (
             depth <= MAX_DEPTH
             and len(value) <= MAX_ITEMS
-            and all(_allowed(v, text, depth + 1) for v in value)
+            and all(_allowed(v, text, known, depth + 1) for v in value)
         )
     if isinstance(value, dict):
         return all(
-            KEY.fullmatch(k) and k not in DENIED and _allowed(v, text, depth + 1) for k, v in value.items()
+            KEY.fullmatch(k)
+            and k not in DENIED
+            and _allowed(v, text and _text_allowed(k, "", known), known, depth + 1)
+            for k, v in value.items()
         )
     return False
 

@@ -133,10 +133,18 @@ def _encoded(settings: Any, path: Path) -> bytes:
 
 def _generation(settings: Any, path: Path) -> dict[str, Any]:
     """Generation settings that a loaded model can use: better refused here than after the conversion."""
+    from transformers import GenerationConfig
+
     from nstf.runtime.artifact.generation import check_generation
 
     if not isinstance(settings, dict):
         raise CorruptError(f"{path} is not a JSON object; download the checkpoint again")
     cleaned = {key: no_token(key, value) for key, value in settings.items()}
-    check_generation(cleaned, path.parent)
+    stated = check_generation(cleaned, path.parent)
+    try:
+        GenerationConfig.from_dict(stated)
+    except MemoryError:  # not the file's fault
+        raise
+    except Exception as error:  # a value that transformers has none of
+        raise CorruptError(f"{path} cannot be used ({' '.join(str(error).split())[:200]})") from error
     return cleaned

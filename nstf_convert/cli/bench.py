@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def bench(
     artifact: ArtifactPath,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the prompt (512, or as many as the model's context leaves)."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode after it.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs; medians are printed.")] = 3,
     exact: Annotated[bool, typer.Option("--exact", help="No int8 activations on the CPU.")] = False,

@@ -8,14 +8,14 @@ import math
 import os
 import sys
 
+from nstf_convert.notice import NOTICE
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
 SHORTEST_NAME = 24
-# As in nstf_convert.pipeline.progress, which imports torch's friends: shown unless --quiet.
-NOTICE = 25
 
 
 def print_json(data: Any) -> None:

@@ -114,6 +114,7 @@ def load(model: str, place: Any) -> Any:
     from nstf_convert.checkpoint import open_checkpoint
 
     with open_checkpoint(model) as checkpoint:
+        checkpoint.say_notes(model)
         if checkpoint.config is None:
             raise UsageError(f"{model} has no config.json: it cannot be run, so it cannot be profiled")
         module = build_skeleton(checkpoint.config, checkpoint.architecture, limits=checkpoint.limits)

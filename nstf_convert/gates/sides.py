@@ -112,6 +112,7 @@ def open_side(where: str, artifact: bool | None = None) -> Iterator[Side]:
             yield Side(where, opened)
         return
     with open_checkpoint(where) as checkpoint:
+        checkpoint.say_notes(where)
         yield Side(where, checkpoint)
 
 

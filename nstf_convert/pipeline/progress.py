@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from nstf_convert.notice import NOTICE
 from nstf_convert.report.build import Stage
 
 log = logging.getLogger("nstf")
 
-# Lines and bars that are shown without --verbose, and not with --quiet.
-NOTICE = 25
 _FORMAT = "{desc} {percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left"
 
 

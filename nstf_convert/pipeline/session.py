@@ -24,6 +24,7 @@ from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.checkpoint.storable import check_storable
 from nstf_convert.inputs import keep_apart
 from nstf_convert.made_up import longest_window
+from nstf_convert.notice import NOTICE
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate import make as calibrations
 from nstf_convert.pipeline.calibrate.batches import domains, held_out_batches
@@ -34,7 +35,7 @@ from nstf_convert.pipeline.job import Job
 from nstf_convert.pipeline.machine import Machine, machine
 from nstf_convert.pipeline.prediction import Prediction, Text, predict
 from nstf_convert.pipeline.products import rounding
-from nstf_convert.pipeline.progress import NOTICE, Stages
+from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.encoder import Encoder
 from nstf_convert.pipeline.propose.methods import method_families, reach
 from nstf_convert.pipeline.propose.recipe import Recipe, trellis_rates
@@ -114,8 +115,7 @@ class Session:
             self.job = Job(self.options, self.checkpoint)
             check_storable(self.checkpoint)
             if not self.helper:
-                for note in self.checkpoint.notes:
-                    log.log(NOTICE, "%s: %s", self.options.model, note)
+                self.checkpoint.say_notes(self.options.model)
             self._help_beside()
             self.config = _config(self.checkpoint)
             self.model_reason: str | None = None

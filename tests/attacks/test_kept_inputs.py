@@ -180,6 +180,11 @@ def test_nor_what_a_link_in_a_folder_leads_to(
     assert contents(folder) == before
 
 
+def test_no_output_becomes_a_text_of_the_dataset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["calibrate", "model", "--dataset", "texts", "-o", "texts/new.txt"]) == 2
+    assert "would become part of the folder texts" in capsys.readouterr().err
+
+
 def test_nor_a_file_in_a_folder_that_a_link_leads_to(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

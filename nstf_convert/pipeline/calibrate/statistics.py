@@ -19,14 +19,14 @@ The metadata's `domains` gives the dataset every batch of the three splits came 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nstf.errors import UnsupportedError
+from nstf.errors import UnsupportedError, UsageError
 from nstf_convert.pipeline.calibrate.batches import (
     PROBE_TOKENS,
     TOKENS_PER_BATCH,
@@ -77,8 +77,14 @@ def calibrate_model(
     consumer: is shown the Hessians of every layer as they are finished; those it covers are not stored.
     tick: is told the share of the work that a step was. sharing: other processes that do a part of it. workers: batches
     that run side by side on a CPU, a core each: most operations of a forward pass gain little from several.
+
+    Raises UnsupportedError where the model computes no numbers, UsageError where it does so on arrays that were given.
     """
-    with TensorFileWriter(path) as writer, torch_threads(1) if workers > 1 else nullcontext():
+    with (
+        _blaming(data),
+        TensorFileWriter(path) as writer,
+        torch_threads(1) if workers > 1 else nullcontext(),
+    ):
         pieces = None if sharing is None else sharing.begin(GRADIENTS, *data_needed(data))
         back = BACKWARD * len(data.to_read) / (BACKWARD * len(data.to_read) + len(data.fit))
         gradients = end_loss_gradients(
@@ -122,11 +128,28 @@ def calibrate_model(
         }
 
 
+@contextmanager
+def _blaming(data: Data) -> Iterator[None]:
+    """Arrays that were given may be what a model computes no numbers of; a text is made of its own tokens."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if data.language or data.source.get("origin") != "dataset" or "damaged" not in str(error):
+            raise
+        raise UsageError(
+            f"of some samples of {data.source['datasets'][0]} {str(error).removesuffix(_DAMAGED)}: their values may be far "
+            "from those that it reads, or it is damaged"
+        ) from error
+
+
+_DAMAGED = ": its weights or its config are damaged"
+
+
 def _check_gradients(gradients: Gradients) -> None:
     """Raises UnsupportedError for a model whose outputs say nothing about its weights: what follows would be made of NaN."""
     found = gradients.sensitivity.values()
     if not all(bool(value.isfinite().all()) for value in [*found, *gradients.token_weight.values()]):
-        raise UnsupportedError("the model's gradients are not finite: its weights or its config are damaged")
+        raise UnsupportedError("the model's gradients are not finite" + _DAMAGED)
     if found and not any(bool((value != 0).any()) for value in found):
         raise UnsupportedError(
             "the model's outputs depend on none of its weights: they or its config are damaged"
@@ -137,9 +160,7 @@ def _sound(key: str, hessian: Tensor) -> Tensor:
     """Second moments of inputs. Raises UnsupportedError where they are not finite, or the output layer's are zero."""
     total = hessian.diagonal().sum()
     if not bool(total.isfinite()) or (key == "head" and not bool(total > 0)):
-        raise UnsupportedError(
-            "the model's activations are zero or not finite: its weights or its config are damaged"
-        )
+        raise UnsupportedError("the model's activations are zero or not finite" + _DAMAGED)
     return hessian
 
 

@@ -39,6 +39,8 @@ HOSTILE: list[tuple[str, Any]] = [
     ("__class__", 3),
     ("rope_parameters", {"rope_type": "../../x"}),
     ("rope_parameters", {"_x": 3}),
+    ("rope_parameters", {"helper": "some-name"}),
+    ("layer_types", [{"module": "some-name"}]),
     ("rope_parameters", {"nested": {"auto_map": 1}}),
 ]
 
@@ -292,7 +294,10 @@ def test_an_empty_list_of_end_tokens_is_read_as_none(llama_folder: Path) -> None
         assert json.loads(opened.files()["generation_config.json"])["eos_token_id"] is None
 
 
-@pytest.mark.parametrize("settings", [{"eos_token_id": ["x"]}, {"temperature": "warm"}, [1]])
+@pytest.mark.parametrize(
+    "settings",
+    [{"eos_token_id": ["x"]}, {"temperature": "warm"}, [1], {"early_stopping": "x"}, {"max_new_tokens": 0}],
+)
 def test_generation_settings_that_no_load_takes_are_refused_before_a_conversion(
     llama_folder: Path, settings: Any
 ) -> None:

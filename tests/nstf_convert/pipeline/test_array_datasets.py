@@ -43,6 +43,18 @@ def test_arrays_that_do_not_fit_are_refused(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors"]
 
 
+def test_one_image_of_many_that_gives_no_numbers_is_the_datasets_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first image and the darkest and brightest are looked at before; this one is neither."""
+    images = torch.rand(48, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images[30] = 3e38
+    save_file({"pixel_values": images}, tmp_path / "a.safetensors")
+    words = ["calibrate", IMAGES, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
+    assert run([*words, "--quiet"]) == 2
+    assert "of some samples of a.safetensors the model's" in capsys.readouterr().err
+
+
 def test_arrays_of_half_precision_are_taken(tmp_path: Path) -> None:
     images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     save_file({"pixel_values": images.half()}, tmp_path / "a.safetensors")

@@ -149,7 +149,7 @@ def test_what_is_left_out_of_a_checkpoint_is_reported(options, small, tmp_path, 
     """It was noted, and nobody was told."""
     from safetensors.torch import load_file, save_file
 
-    from nstf_convert.pipeline.progress import NOTICE
+    from nstf_convert.notice import NOTICE
     from nstf_convert.report.html import render
 
     folder = tmp_path / "more"
@@ -447,19 +447,29 @@ def test_what_was_made_of_a_checkpoint_that_was_written_into_is_not_resumed(
     assert convert(options(**chosen)).output.read_bytes() == wanted
 
 
-def test_a_checkpoint_that_is_touched_or_replaced_meanwhile_is_converted(
+def test_a_checkpoint_that_is_copied_over_itself_meanwhile_is_not_trusted(
     options, small, tmp_path, monkeypatch
 ) -> None:
+    """It held zeros for a moment; what was made of them was a file, and results for the next run."""
     model = shutil.copytree(small.folder, tmp_path / "model")
-    story = importlib.import_module("nstf_convert.pipeline.convert")
-    real = story._choose
+    file, story = model / "model.safetensors", importlib.import_module("nstf_convert.pipeline.convert")
+    whole, real = file.read_bytes(), story._choose
 
     def late(run):
-        os.utime(model / "model.safetensors", ns=(1, 1))
+        with file.open("r+b") as opened:
+            opened.write(whole)
         return real(run)
 
     monkeypatch.setattr(story, "_choose", late)
-    convert(options(model=str(model)))
+    with pytest.raises(UsageError, match="model was written into while it was read"):
+        convert(options(model=str(model), work_dir=tmp_path / "work"))
+    assert not list((tmp_path / "work").rglob("*.safetensors"))
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_converted(options, small, tmp_path, monkeypatch) -> None:
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    story = importlib.import_module("nstf_convert.pipeline.convert")
+    real = story._choose
 
     def later(run):
         (model / "new").write_bytes(b"another model")
