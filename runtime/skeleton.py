@@ -96,8 +96,18 @@ def build_skeleton(
             f"transformers {transformers.__version__} cannot build {model_class.__name__} from this config: "
             f"{type(error).__name__}: {reason}"
         ) from error
+    _real_buffers(model)
     model.requires_grad_(False)
     return model.eval()
+
+
+def _real_buffers(model: nn.Module) -> None:
+    """Buffers that a constructor made like a parameter (I-BERT's whole weights) are on meta, too: zeros in their place,
+    which take no memory until the file's values come."""
+    for part in model.modules():
+        for name, value in list(part.named_buffers(recurse=False)):
+            if value.is_meta:
+                part._buffers[name] = torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from nstf.analyzers.heap import give_back_much, share_one_arena
 from nstf.analyzers.sensitivity import OutputSensitivity, checkpoint_layers, sampled_gradient
 from nstf.analyzers.token_weights import TokenGradients, TokenSquares, temper, token_weights
 from nstf.analyzers.turnstile import layer_list
+from nstf.errors import UnsupportedError
 from nstf_convert.pipeline.calibrate.batches import merge_batches, model_output, prepared, start_gradients
 from nstf_convert.pipeline.calibrate.lookups import counter, frequency, of_all
 from nstf_convert.pipeline.calibrate.share import Pieces
@@ -321,6 +322,7 @@ class _Backward:
         self._calls.take()
         generator = torch.Generator(self.device).manual_seed(_seed_of(self._seed, index))
         out = model_output(self._model, self._data, prepared(batch))
+        _check_reached(out)
         if self._data.language:
             gradient, head, spread = gradient_from_logits(self._model, out, generator)
             self._back(out, gradient)
@@ -336,6 +338,15 @@ class _Backward:
         """Sends a gradient back, with the same bits every time where that was not given up."""
         with repeatable(self.device) if self._repeatable else nullcontext():
             out.backward(gradient)  # type: ignore[no-untyped-call]
+
+
+def _check_reached(out: Tensor) -> None:
+    """Raises UnsupportedError where the outputs hang on no weight that is measured: I-BERT has layers of its own."""
+    if not out.requires_grad:
+        raise UnsupportedError(
+            "the model's outputs come from none of the layers that nstf knows (linear, convolution, embedding, experts): "
+            "its weights cannot be measured"
+        )
 
 
 def _back_from_outputs(out: Tensor, generator: torch.Generator) -> int:

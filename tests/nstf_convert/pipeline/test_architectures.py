@@ -134,6 +134,17 @@ def test_encoder_decoder_is_given_decoder_inputs(calibrated, tmp_path) -> None:
     assert "model.decoder.layers.1.fc1.weight" in str(file.metadata["hessians"])
 
 
+def test_layers_that_nothing_is_known_of_are_refused(chosen, tmp_path) -> None:
+    """I-BERT's matrices are of classes of its own, beside buffers as large as they are."""
+    sizes = {**TEXT, "vocab_size": 2048, "max_position_embeddings": 66}
+    folder = saved(tmp_path / "m", "IBertForMaskedLM", "IBertConfig", sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    text = Path(__file__).parents[3] / "examples" / "data" / "prose.txt"
+    with pytest.raises(UnsupportedError, match="none of the layers that nstf knows"):
+        convert(chosen(folder, datasets=(str(text),)))
+
+
 def test_answers_that_begin_with_no_token_of_the_model_are_refused(chosen, tmp_path) -> None:
     start = {"decoder_start_token_id": 5000}
     folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER | start)
