@@ -28,11 +28,14 @@ RESIDENT_BYTES = 256 * 1024
 RESIDENT_POSITIONS = 8192
 # Tokens the decoder of a speech model reads when the data has none.
 DECODER_TOKENS = 32
+# Outputs whose places are no tokens: nothing is averaged over them.
+MAPS = ("predicted_depth", "reconstruction", "class_queries_logits")
 # What a model is compared by: the first of these that it returns, several joined. The ends of an answer, the words of a
-# model that learns from two tasks, text and images as the same vectors, a passage as one.
+# model that learns from two tasks, text and images as the same vectors, a passage as one, depths, a larger image, masks.
 OUTPUTS: tuple[tuple[str, ...], ...] = (
     ("logits",), ("last_hidden_state",), ("encoder_last_hidden_state",), ("start_logits", "end_logits"),
     ("prediction_logits",), ("text_embeds", "image_embeds"), ("text_embeds", "audio_embeds"), ("pooler_output",),
+    *((name,) for name in MAPS),
 )  # fmt: skip
 
 Source = Callable[[str], Tensor]
@@ -270,7 +273,8 @@ class StreamedModel:
         for names in OUTPUTS:
             values = [v for v in (getattr(out, name, None) for name in names) if isinstance(v, Tensor)]
             if len(values) == len(names):
-                return values[0] if len(values) == 1 else torch.cat(values, dim=-1)
+                joined = values[0] if len(values) == 1 else torch.cat(values, dim=-1)
+                return joined.flatten(1) if names[0] in MAPS else joined
         raise UnsupportedError(
             f"{type(self.module).__name__} returns no output that is compared here ({', '.join(sum(OUTPUTS, ()))})"
         )

@@ -134,6 +134,18 @@ def test_encoder_decoder_is_given_decoder_inputs(calibrated, tmp_path) -> None:
     assert "model.decoder.layers.1.fc1.weight" in str(file.metadata["hessians"])
 
 
+def test_a_model_of_depths_is_compared_by_them(calibrated, tmp_path) -> None:
+    sizes = {
+        "hidden_sizes": [16, 32, 32, 64],
+        "num_attention_heads": [1, 2, 2, 4],
+        "depths": [1, 1, 1, 1],
+        "decoder_hidden_size": 32,
+        "image_size": 64,
+    }
+    file = calibrated(saved(tmp_path / "m", "GLPNForDepthEstimation", "GLPNConfig", sizes))
+    assert file.get("reference:0").numel() == 64 * 64
+
+
 def test_layers_that_nothing_is_known_of_are_refused(chosen, tmp_path) -> None:
     """I-BERT's matrices are of classes of its own, beside buffers as large as they are."""
     sizes = {**TEXT, "vocab_size": 2048, "max_position_embeddings": 66}
