@@ -29,6 +29,7 @@ from nstf.runtime.engine_generate import use_engine
 from nstf.runtime.filling import fill
 from nstf.runtime.fused import choose_products
 from nstf.runtime.memory_limit import watch_limit
+from nstf.runtime.norms import fuse_norms
 from nstf.runtime.ranks import Ranks, join, local_device
 from nstf.runtime.skeleton import build_skeleton
 from nstf.runtime.staging import Staging
@@ -210,6 +211,8 @@ def _opened(
     compute = _compute_dtype(dtype, device, config)
     model = build_skeleton(config, dtype=compute, limits=limits_of(artifact.manifest))
     _use_expert_loop(model)
+    if device.type == "cuda":
+        fuse_norms(model)
     return artifact, model, compute
 
 
