@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nstf.kernels.linear import linear32
+from nstf.kernels.linear import linear, linear32
 from nstf.kernels.triton.blocks import product32
 from nstf.runtime.ahead import MOST_BYTES, decoded_ahead
 from nstf.runtime.ranks import Ranks
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Prompts of so many rows are multiplied in pieces, which still fill a GPU: only the last piece's sum is waited for.
 LONG_ROWS, PIECES = 4096, 4
+# From so many rows on a sum takes its time by its bytes.
+SHORT_ROWS = 256
 
 
 class Divided:
@@ -32,7 +34,8 @@ class Divided:
 
 
 class SummedLinear(Divided):
-    """A product cut by columns: the sum over ranks, of float32 and rounded once, as one process would; then the bias.
+    """A product cut by columns: the sum over ranks, of float32 and rounded once, as one process would (but for long prompts
+    on GPUs, whose parts are rounded before); then the bias.
 
     following: the encoded weights of the products that come next. Those that will be decoded as a whole are decoded while
     the sum is under way.
@@ -76,20 +79,22 @@ class SummedLinear(Divided):
 
         # A sum that nothing is done beside needs no second stream.
         some = any(_may_decode(parameter, x) for parameter in self.following)
-        y: Tensor = self.ranks.sum(self._part(x), meanwhile if some else None)
+        part = self._short(x) if len(x) >= SHORT_ROWS and _adds_short(x) else self._part(x)
+        y: Tensor = self.ranks.sum(part, meanwhile if some else None)
         return y
 
-    def _in_pieces(self: Any, x: Tensor) -> Tensor:
-        """The product of all ranks: the sum of some rows is under way while the next rows are multiplied.
+    def _short(self: Any, x: Tensor) -> Tensor:
+        """As `_part`, in x's type."""
+        stored = self._stored()
+        return nn.functional.linear(x, self.weight) if stored is None else linear(x, stored.encoded)
 
-        GPUs add 16-bit parts, as every engine does: a sum of float32 takes twice as long, and processors from the product
-        beside it. Each part is rounded once more by that.
-        """
+    def _in_pieces(self: Any, x: Tensor) -> Tensor:
+        """The product of all ranks: the sum of some rows is under way while the next rows are multiplied."""
         stored = self._stored()
         weight = self.weight if stored is None else decoded_ahead(stored.encoded, len(x), x.dtype)
         y = x.new_empty(len(x), self.out_features)
         before: tuple[Any, Tensor, Tensor] | None = None
-        short = x.is_cuda and x.element_size() == 2
+        short = _adds_short(x)
 
         def arrived(under_way: Any, part: Tensor, into: Tensor) -> None:
             under_way.wait()
@@ -119,6 +124,12 @@ class SummedLinear(Divided):
         if bias is None:
             return sums.to(dtype)
         return sums.to(dtype) + bias if self._stored() is not None else (sums + bias).to(dtype)
+
+
+def _adds_short(x: Tensor) -> bool:
+    """Whether parts of a long prompt are added in 16 bits, as every engine does: on GPUs a sum of float32 takes twice as
+    long, and processors from a product beside it. Each part is rounded once more by that."""
+    return x.is_cuda and x.element_size() == 2
 
 
 def decode_following(following: tuple[Any, ...], x: Tensor) -> None:
