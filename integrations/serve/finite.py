@@ -59,7 +59,8 @@ def _parts(schema: Any) -> tuple[int, int]:
             for key, value in part.items():
                 if key == "enum" and isinstance(value, list):
                     inner = [v for v in value if isinstance(v, dict | list)]
-                    count += len(inner)  # each is a rule of the grammar; plain values are words of one pattern
+                    # Each of these is a rule of the grammar; plain values are words of one pattern.
+                    count += len(inner)
                     choices += len(value) - len(inner)
                     waiting += inner
                 elif isinstance(value, dict | list):

@@ -20,8 +20,9 @@ from typing import Any
 import uvicorn
 
 from nstf.errors import NstfError
-from nstf.integrations.serve.app import App
+from nstf.integrations.serve.app import ROOM_BYTES, App
 from nstf.integrations.serve.connection import BURST, Connection
+from nstf.runtime.memory_limit import has_room
 
 _HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 GRACE_SECONDS = 10
@@ -64,7 +65,10 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _end_answers(self) -> None:
-        asyncio.get_running_loop().run_in_executor(None, self._close)
+        if has_room(ROOM_BYTES):
+            asyncio.get_running_loop().run_in_executor(None, self._close)
+        else:
+            self._close()  # there is no memory for a thread
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Answers under way have GRACE_SECONDS; then each is ended with an error, while its connection still stands."""

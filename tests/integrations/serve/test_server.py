@@ -363,19 +363,18 @@ def test_shutting_down_completes_what_is_quick_and_ends_the_rest(serve: Callable
     assert (status, found["error"]["code"]) == (503, "shutting_down")
 
 
-def test_a_failing_step_is_told_and_the_server_goes_on(server: Served) -> None:
+@pytest.mark.parametrize(("error", "said"), [(ValueError("a bug"), 500), (MemoryError("a bug"), 503)])
+def test_a_failing_step_is_told_and_the_server_goes_on(server: Served, error: Exception, said: int) -> None:
     batch = server.service.backend._batch
     before = batch.step
 
     def fail(parts: Any) -> list[int]:
         batch.step = before
-        raise MemoryError("no room")
+        raise error
 
     batch.step = fail
     status, found = server.json(CHAT, HELLO)
-    assert (status, found["error"]["type"]) == (500, "server_error") and "no room" in found["error"][
-        "message"
-    ]
+    assert (status, found["error"]["type"]) == (said, "server_error") and "a bug" in found["error"]["message"]
     assert server.json(CHAT, HELLO)[0] == 200
 
 
