@@ -223,6 +223,12 @@ class App:
         return Response((PAGE / name).read_bytes(), media_type=kind, headers=_PAGE_HEADERS)
 
     async def _not_a_route(self, request: HttpRequest, error: HTTPException) -> Response:
+        """Checked as all else is: without the key nobody learns what is here."""
+        path = request.scope["path"]
+        try:
+            self._check(request, open_=path == "/health" or path in _PAGE_FILES)
+        except ApiError as refused:
+            return _refusal(refused)
         texts = {
             404: "there is nothing here; see /v1/models",
             405: f"{request.method} is not for this address",

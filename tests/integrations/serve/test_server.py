@@ -188,11 +188,25 @@ def test_a_key_is_asked_for(serve: Callable[..., Served]) -> None:
     assert server.json("/health")[0] == 200
 
 
+def test_what_is_not_there_asks_for_the_key_too(serve: Callable[..., Served]) -> None:
+    server = serve(key="secret-key")
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", "/health/x", 404),
+        ("GET", CHAT, 405),
+        ("OPTIONS", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+    ):
+        assert server.call(path, method=method)[0] == 401, (method, path)
+        assert server.call(path, method=method, Authorization="Bearer secret-key")[0] == status
+    assert server.call("/health", method="POST")[0] == server.call("/chat.js", method="PUT")[0] == 405
+
+
 def test_a_web_page_elsewhere_cannot_use_the_server_under_its_own_name(server: Served) -> None:
     assert server.call("/v1/models", Host="evil.example:8000")[0] == 403
-    assert server.call("/health/", Host="evil.example")[0] == 404, (
-        "no redirection to a name that a request states"
-    )
+    for path, method in (("/health/", "GET"), ("/nothing", "GET"), ("/health", "POST"), (CHAT, "OPTIONS")):
+        # No redirection to a name that a request states, either.
+        assert server.call(path, method=method, Host="evil.example")[0] == 403, path
     assert server.call("/v1/models", Host=f"localhost:{server.port}")[0] == 200
     # What a page may send without asking first is no JSON.
     assert server.call(CHAT, json.dumps(HELLO).encode(), Content_Type="text/plain")[0] == 415
