@@ -19,9 +19,14 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
 def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
     from nstf.integrations.serve.connection import Connection
 
-    done, waiting = [], [8]
+    done, waiting, waits = [], [8], list[float]()
     here = object.__new__(Connection)
-    here.loop = SimpleNamespace(call_later=lambda _, call: SimpleNamespace(cancel=lambda: None))
+
+    def call_later(wait: float, call: Callable[[], None]) -> SimpleNamespace:
+        waits.append(wait)
+        return SimpleNamespace(cancel=lambda: None)
+
+    here.loop = SimpleNamespace(call_later=call_later)
     here.transport = SimpleNamespace(
         get_write_buffer_size=lambda: waiting[0],
         abort=lambda: done.append("abort"),
@@ -32,7 +37,14 @@ def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
     here._over()
     assert done == []  # three bytes went
     here._over()
-    assert done == ["abort"]  # none did
+    assert done == []  # none did, for 30 s
+    waiting[0] = 4
+    here._over()
+    here._over()
+    assert done == []
+    here._over()
+    assert done == ["abort"]  # none did for 60 s, which the end of a stream has as its other parts do
+    assert waits == [30, 30, 30, 30, 30]
     waiting[0] = 0
     here._over()
     assert done == ["abort", "close"]
@@ -302,6 +314,7 @@ def test_a_client_that_asks_on_and_takes_nothing_is_given_up(
     from nstf.integrations.serve import connection
 
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "SEND_SECONDS", 1.0)
     lost = connection.Connection._lost
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
