@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 # Address space that loading each takes with one thread (83, 488 and 144 MiB), and some more.
@@ -41,12 +42,32 @@ def watch_limit() -> None:
 
 
 def has_room(size: int) -> bool:
-    """Whether so many bytes of address space can be had."""
+    """Whether so many bytes of address space can be had.
+
+    They are taken for a moment, unless a limit leaves less than twice as many: another thread may need the rest meanwhile.
+    """
+    free = _free()
+    if free is not None and free < 2 * size:
+        return free >= size
     try:
         mmap.mmap(-1, size).close()
     except OSError:
         return False
     return True
+
+
+def _free() -> int | None:
+    """Bytes that the limit on the address space leaves; None without a limit, or where that is not known."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return limit - pages * resource.getpagesize()
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
