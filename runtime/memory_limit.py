@@ -10,12 +10,16 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 # Address space that loading each takes with one thread (83, 488 and 144 MiB), and some more.
 ROOM = {"numpy": 128 << 20, "scipy": 192 << 20, "torch": 512 << 20}
+
+
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 
 class _Watch(importlib.abc.MetaPathFinder):
@@ -39,6 +43,16 @@ def watch_limit() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watch())
+
+
+def share_one_heap() -> None:
+    """Lets the threads of this process allocate from one heap, where its address space is limited: glibc reserves 64 to
+    128 MiB of it for each thread, and one that was refused its own may find none at all."""
+    import ctypes
+
+    if _free() is not None:
+        with suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def has_room(size: int) -> bool:

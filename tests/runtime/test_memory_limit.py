@@ -59,6 +59,32 @@ def test_what_a_limit_leaves_is_known() -> None:
     assert memory_limit._free() is None and has_room(MIB)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heaps")
+def test_threads_share_one_heap_where_address_space_is_limited() -> None:
+    """With 192 MiB left the heaps of a server's threads took all, and a library in Rust ended the process."""
+    program = """
+import threading
+from nstf.runtime.memory_limit import _free, share_one_heap
+share_one_heap()
+begin, end = threading.Barrier(5), threading.Event()
+def work():
+    kept = [bytearray(600) for _ in range(1000)]
+    begin.wait()
+    end.wait()
+threads = [threading.Thread(target=work) for _ in range(4)]
+before = _free()
+for each in threads:
+    each.start()
+begin.wait()
+print((before - _free()) >> 20)
+end.set()
+"""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 44, 1 << 44))\n"
+    found = subprocess.run([sys.executable, "-c", limit + program], capture_output=True, text=True)
+    stacks = 4 * 8
+    assert int(found.stdout) < stacks + 60, found.stderr
+
+
 def test_a_library_that_has_no_room_is_not_loaded() -> None:
     found = subprocess.run([sys.executable, "-c", LOADING.format(limit=0)], capture_output=True, text=True)
     assert found.stdout == "the limit on the address space leaves no room for scipy\n", found.stderr
