@@ -137,6 +137,7 @@ def test_that_connections_cannot_be_taken_is_said_once_a_minute(
     }
     for _ in range(100):
         handler(loop, full)
+        handler(loop, {"message": "Fatal read error on socket transport", "exception": MemoryError()})
     handler(loop, {"message": "something else", "exception": ValueError("x")})
     loop.close()
     assert len(caplog.records) == 1 and len(others) == 1

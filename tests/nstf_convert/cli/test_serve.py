@@ -190,7 +190,7 @@ def test_eight_requests_at_once_with_little_memory_left_end_no_server(
 
         many = {"enum": list(range(10_000))}
         for more, schemas in (
-            (0.1, [None, SCHEMA]), (64, [SCHEMA]), (100, [None, many]),
+            (2, [None, SCHEMA]), (64, [SCHEMA]), (100, [None, many]),
             (192, [None]), (330, [many]), (400, [SCHEMA, many, None]),
         ):  # fmt: skip
             limit(more)
