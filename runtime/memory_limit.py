@@ -10,11 +10,16 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 # Address space that loading each takes with one thread (83, 488 and 144 MiB), and some more.
 ROOM = {"numpy": 128 << 20, "scipy": 192 << 20, "torch": 512 << 20}
+
+
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 
 class _Watch(importlib.abc.MetaPathFinder):
@@ -40,13 +45,43 @@ def watch_limit() -> None:
         sys.meta_path.insert(0, _Watch())
 
 
+def share_one_heap() -> None:
+    """Lets the threads of this process allocate from one heap, where its address space is limited: glibc reserves 64 to
+    128 MiB of it for each thread, and one that was refused its own may find none at all."""
+    import ctypes
+
+    if _free() is not None:
+        with suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
 def has_room(size: int) -> bool:
-    """Whether so many bytes of address space can be had."""
+    """Whether so many bytes of address space can be had.
+
+    They are taken for a moment, unless a limit leaves less than twice as many: another thread may need the rest meanwhile.
+    """
+    free = _free()
+    if free is not None and free < 2 * size:
+        return free >= size
     try:
         mmap.mmap(-1, size).close()
     except OSError:
         return False
     return True
+
+
+def _free() -> int | None:
+    """Bytes that the limit on the address space leaves; None without a limit, or where that is not known."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return limit - pages * resource.getpagesize()
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

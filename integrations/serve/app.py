@@ -31,6 +31,8 @@ BODY_SECONDS = 30.0  # for the whole body of a request
 # Address space that is free before a request is tokenised in a thread: a library in Rust ends the process where it finds no
 # memory, and Python waits without end for a thread that finds none.
 ROOM_BYTES = 64 << 20
+# Likewise for one with a JSON schema, which is more than to read it needs: the thread takes up to 72 MiB for itself.
+SCHEMA_ROOM_BYTES = 256 << 20
 NO_ROOM = "the server has too little memory for this request at the moment"
 PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = {
@@ -86,7 +88,10 @@ class App:
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             yield
-            await run_in_threadpool(self.service.close)
+            if has_room(ROOM_BYTES):
+                await run_in_threadpool(self.service.close)
+            else:
+                self.service.close()  # there is no memory for a thread
 
         made = Starlette(
             routes=found,
@@ -168,7 +173,7 @@ class App:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        if not has_room(ROOM_BYTES):
+        if not has_room(ROOM_BYTES if request.schema is None else SCHEMA_ROOM_BYTES):
             raise ApiError(503, NO_ROOM)
         answer = await run_in_threadpool(self.service.begin, request, emit)
         replies = Replies(request, answer, self.service.options.name, self.service.prompts.token_text)
@@ -218,6 +223,12 @@ class App:
         return Response((PAGE / name).read_bytes(), media_type=kind, headers=_PAGE_HEADERS)
 
     async def _not_a_route(self, request: HttpRequest, error: HTTPException) -> Response:
+        """Checked as all else is: without the key nobody learns what is here."""
+        path = request.scope["path"]
+        try:
+            self._check(request, open_=path == "/health" or path in _PAGE_FILES)
+        except ApiError as refused:
+            return _refusal(refused)
         texts = {
             404: "there is nothing here; see /v1/models",
             405: f"{request.method} is not for this address",

@@ -9,6 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nstf.integrations.serve.stream import SEND_SECONDS
+
 # From the connection, or from the end of an answer, to the end of the next request's head. uvicorn's own limit begins with
 # the first answer and ends with the next byte: who sends nothing, or a byte a minute, would stay for ever.
 HEAD_SECONDS = 30.0
@@ -37,6 +39,7 @@ class Connection(H11Protocol):
     _limit: asyncio.TimerHandle | None = None
     _lost = 0  # connections of the process that have ended
     _untaken = 0  # bytes of an answer that lay here when the time began
+    _again = False  # whether that was HEAD_SECONDS ago, and none of them was taken
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -77,7 +80,7 @@ class Connection(H11Protocol):
 
     def _begin(self) -> None:
         self._end()
-        self._untaken = self.transport.get_write_buffer_size()
+        self._untaken, self._again = self.transport.get_write_buffer_size(), False
         self._limit = self.loop.call_later(HEAD_SECONDS, self._over)
 
     def _end(self) -> None:
@@ -86,15 +89,18 @@ class Connection(H11Protocol):
             self._limit = None
 
     def _over(self) -> None:
-        """Ends the connection, unless its client is still taking its answer. Where it takes nothing, the rest would keep the
-        connection: it goes."""
+        """Ends the connection, unless its client is still taking its answer. Where it takes nothing for SEND_SECONDS, the
+        rest would keep the connection: it goes."""
         untaken = self.transport.get_write_buffer_size()
-        if 0 < untaken < self._untaken:
+        if not untaken:
+            self.transport.close()
+        elif untaken < self._untaken:
             self._begin()
-        elif untaken:
+        elif self._again:
             self.transport.abort()
         else:
-            self.transport.close()
+            self._again = True
+            self._limit = self.loop.call_later(SEND_SECONDS - HEAD_SECONDS, self._over)
 
 
 def _descriptors() -> float:

@@ -41,29 +41,45 @@ def can_end(schema: Any) -> bool:
 
 
 def parts_of(schema: Any) -> int:
-    """The names in the objects of a schema and the entries of its lists, without those of `enum`."""
-    count, waiting = 0, [schema]
+    """The names in the objects of a schema and the entries of its lists, without the plain values of `enum`."""
+    return _parts(schema)[0]
+
+
+def choices_of(schema: Any) -> int:
+    """The plain values (texts, numbers, true, false, null) in all the lists of a schema that are called `enum`."""
+    return _parts(schema)[1]
+
+
+def _parts(schema: Any) -> tuple[int, int]:
+    count, choices, waiting = 0, 0, [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
             count += len(part)
             for key, value in part.items():
-                # Values of an enum cost next to nothing; a property may be called so, too.
-                inner = value if key == "enum" and isinstance(value, list) else [value]
-                waiting += [v for v in inner if isinstance(v, dict | list)]
+                if key == "enum" and isinstance(value, list):
+                    inner = [v for v in value if isinstance(v, dict | list)]
+                    # Each of these is a rule of the grammar; plain values are words of one pattern.
+                    count += len(inner)
+                    choices += len(value) - len(inner)
+                    waiting += inner
+                elif isinstance(value, dict | list):
+                    waiting.append(value)
         elif isinstance(part, list):
             count += len(part)
             waiting += [v for v in part if isinstance(v, dict | list)]
-    return count
+    return count, choices
 
 
 def text_bytes(schema: Any) -> int:
-    """Bytes of the names and texts of a schema in UTF-8, without those that only people read."""
+    """Bytes of the names, texts and numbers of a schema in UTF-8, without the texts that only people read."""
     count, waiting = 0, [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, str):
             count += _bytes(part)
+        elif isinstance(part, int | float) and not isinstance(part, bool):
+            count += len(repr(part))
         elif isinstance(part, list):
             waiting += part
         elif isinstance(part, dict):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError, wrong
-from nstf.integrations.serve.finite import can_end, common_multiple, parts_of, text_bytes
+from nstf.integrations.serve.finite import can_end, choices_of, common_multiple, parts_of, text_bytes
+from nstf.runtime.memory_limit import has_room
 from nstf.runtime.tokenizing import foreign_errors
 
 Make = Callable[[], "Grammar"]
 
-# Names and entries of a schema, those of its lists of values apart. llguidance's time to read one grows with their square.
+# Names and entries of a schema, plain values of `enum` apart. llguidance's time to read one grows with their square.
 MOST_NAMES = 4096
-# Bytes of names and texts, those of `enum` too: each takes 400 bytes of memory.
+# Plain values of all `enum` together: 16,000 took up to 20 MiB and 0.2 s to read, 1.9 million 1 GiB and 4 s.
+MOST_CHOICES = 1 << 14
+# Bytes of names, texts and numbers, those of `enum` too: each takes 400 bytes of memory.
 MOST_TEXT = 1 << 16
 # What llguidance may spend on the parts of a pattern (a million by itself): those that are repeated a million times took
 # 250 MiB an answer. 300 properties, 350 texts of stated formats or 5,000 of an `enum` need less than this.
@@ -26,6 +30,12 @@ MOST_STATES = 30_000
 # `multipleOf` takes 400 bytes for each number below it before any of these limits counts: 999,983 took 12 s and 370 MiB.
 # Where parts are joined it is their common multiple.
 MOST_MULTIPLE = 25_000
+# Address space that must be free: llguidance, in Rust, ends the process where it finds none. To read a schema took up to
+# 60 MiB, a token of an answer up to 2.
+READ_BYTES = 128 << 20
+TOKEN_BYTES = 64 << 20
+# What is made of a tokenizer took 28 times the bytes of its JSON (128,000 tokens), and 15 MiB of one with 1,000 tokens.
+TOKENIZER_TIMES, TOKENIZER_BYTES = 40, 32 << 20
 
 
 class TooComplex(NstfError):
@@ -33,7 +43,10 @@ class TooComplex(NstfError):
 
 
 class Grammar:
-    """The state of one answer. allowed: the address of a bit for each token. take: moves on. done: nothing may follow."""
+    """The state of one answer. allowed: the address of a bit for each token. take: moves on. done: nothing may follow.
+
+    allowed raises MemoryError where there is little memory left, take TooComplex.
+    """
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
@@ -44,6 +57,7 @@ class Grammar:
         return bool(self._matcher.is_stopped())
 
     def allowed(self) -> int:
+        _need(TOKEN_BYTES)
         self._matcher.unsafe_compute_mask_ptr(self._bits.buffer_info()[0], 4 * len(self._bits))
         return self._bits.buffer_info()[0]
 
@@ -65,7 +79,6 @@ class Grammar:
                 ahead._check()
 
     def take(self, token: int) -> None:
-        """Raises TooComplex."""
         self._check(self._matcher.consume_token(token))
 
     def _check(self, good: bool = True) -> None:
@@ -75,16 +88,19 @@ class Grammar:
 
 
 class Grammars:
-    """Makes grammars for one tokenizer. Raises ApiError where the library is missing or a schema is not understood."""
+    """Makes grammars for one tokenizer. Raises ApiError where the library is missing or a schema is not understood,
+    MemoryError where there is too little memory to read one."""
 
     def __init__(self, tokenizer_json: str, vocab: int, ends: list[int]) -> None:
         self._stated = (tokenizer_json, vocab, ends)
         self._tokenizer: Any = None
+        self._lock = Lock()
 
     def _ready(self) -> Any:
         try:
             import llguidance
         except ImportError as error:
+            _need(READ_BYTES)  # a library that does not fit into memory is no missing one
             raise ApiError(
                 501,
                 "this server has no llguidance, which response_format needs; install nstf's extra `serve`",
@@ -96,6 +112,7 @@ class Grammars:
                 raise wrong(
                     "response_format", "this model has no token that ends a text, which response_format needs"
                 )
+            _need(READ_BYTES + TOKENIZER_BYTES + TOKENIZER_TIMES * len(text))
             try:
                 with foreign_errors("response_format cannot be had with this model's tokenizer"):
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab, eos_token=ends)
@@ -104,7 +121,12 @@ class Grammars:
         return llguidance
 
     def of(self, schema: Any) -> Grammar:
-        """Of a JSON schema as parsed JSON; True for any object."""
+        """Of a JSON schema as parsed JSON; True for any object. One is read at a time: what each takes is free before."""
+        with self._lock:
+            _need(READ_BYTES)
+            return self._read(schema)
+
+    def _read(self, schema: Any) -> Grammar:
         library = self._ready()
         stated = {"type": "object"} if schema is True else schema
         if (parts := parts_of(stated)) > MOST_NAMES:
@@ -112,10 +134,15 @@ class Grammars:
                 "response_format",
                 f"the JSON schema has {parts} names and entries; at most {MOST_NAMES} are accepted",
             )
+        if (choices := choices_of(stated)) > MOST_CHOICES:
+            raise wrong(
+                "response_format",
+                f"the JSON schema has {choices} values in `enum`; at most {MOST_CHOICES} are accepted",
+            )
         if (size := text_bytes(stated)) > MOST_TEXT:
             raise wrong(
                 "response_format",
-                f"the JSON schema has {size} bytes of names and texts; at most {MOST_TEXT} are accepted",
+                f"the JSON schema has {size} bytes of names, texts and numbers; at most {MOST_TEXT} are accepted",
             )
         if common_multiple(stated, MOST_MULTIPLE) > MOST_MULTIPLE:
             raise wrong(
@@ -150,3 +177,9 @@ class Grammars:
         except TooComplex as error:
             raise wrong("response_format", str(error)) from error
         return made
+
+
+def _need(size: int) -> None:
+    """Raises MemoryError where so many bytes of address space cannot be had."""
+    if not has_room(size):
+        raise MemoryError(f"less than {size >> 20} MiB of memory are left, which a JSON schema needs")

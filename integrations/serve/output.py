@@ -99,10 +99,12 @@ class Answer:
         self.finished = True
         self._send(self._certain + self._cut.rest(), reason)
 
-    def fail(self, message: str, param: str | None = None) -> None:
-        """Ends the answer with an error: of the server, or of the request where a field of it is named."""
+    def fail(self, message: str, param: str | None = None, error: BaseException | None = None) -> None:
+        """Ends the answer with an error: of the request where a field of it is named, else of the server, which may have
+        too little memory at the moment (503)."""
         self.finished = True
-        self.emit(Piece(message, "error", status=500 if param is None else 400, param=param))
+        status = 400 if param is not None else 503 if isinstance(error, MemoryError) else 500
+        self.emit(Piece(message, "error", status=status, param=param))
 
     def _send(self, text: str, reason: str | None) -> None:
         scores, self._scores = tuple(self._scores), []

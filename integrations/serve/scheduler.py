@@ -93,9 +93,9 @@ class Scheduler(Backend):
             except (
                 BaseException
             ) as error:  # a library's panic too: the server goes on; those whose step it was are told
-                _log.exception("a step failed")
+                _say("a step failed", error)
                 for slot in self._slots:
-                    self._forget(slot, f"decoding failed: {error}")
+                    self._forget(slot, error)
 
     def _drop_left(self) -> None:
         for slot in self._slots:
@@ -110,9 +110,9 @@ class Scheduler(Backend):
                 slot.answer.fail("the server is shutting down")
             slot.answer = None
 
-    def _forget(self, slot: _Slot, message: str) -> None:
+    def _forget(self, slot: _Slot, error: BaseException) -> None:
         if slot.answer is not None:
-            slot.answer.fail(message)
+            slot.answer.fail(f"decoding failed: {error}", error=error)
         slot.answer, slot.tokens, slot.from_prompt = None, [], 0
         self._batch.release(slot.number)
 
@@ -220,7 +220,7 @@ class Scheduler(Backend):
         try:
             self._batch.reserve(slot.number, max(len(answer.prompt), len(slot.tokens) + 1))
         except MemoryError as error:
-            self._forget(slot, f"decoding failed: {error}")
+            self._forget(slot, error)
             return False
         return True
 
@@ -247,9 +247,17 @@ class Scheduler(Backend):
             answer.fail(str(error), "response_format")
             slot.answer = None
         except BaseException as error:  # a library's panic is no Exception, and would end the thread
-            _log.exception("an answer failed")
-            answer.fail(f"the answer failed: {error}")
+            _say("an answer failed", error)
+            answer.fail(f"the answer failed: {error}", error=error)
             slot.answer = None
+
+
+def _say(what: str, error: BaseException) -> None:
+    """Memory that ended is a line in our log, all else is a bug."""
+    if isinstance(error, MemoryError):
+        _log.warning("%s: %s", what, error)
+    else:
+        _log.error(what, exc_info=error)
 
 
 def _copied(address: int, vocab: int) -> array[float]:

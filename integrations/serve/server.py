@@ -20,8 +20,9 @@ from typing import Any
 import uvicorn
 
 from nstf.errors import NstfError
-from nstf.integrations.serve.app import App
+from nstf.integrations.serve.app import ROOM_BYTES, App
 from nstf.integrations.serve.connection import BURST, Connection
+from nstf.runtime.memory_limit import has_room
 
 _HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 GRACE_SECONDS = 10
@@ -64,7 +65,10 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _end_answers(self) -> None:
-        asyncio.get_running_loop().run_in_executor(None, self._close)
+        if has_room(ROOM_BYTES):
+            asyncio.get_running_loop().run_in_executor(None, self._close)
+        else:
+            self._close()  # there is no memory for a thread
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Answers under way have GRACE_SECONDS; then each is ended with an error, while its connection still stands."""
@@ -85,18 +89,24 @@ class _Server(uvicorn.Server):
 
 
 class _Scarcity:
-    """What asyncio reports beside tasks. That a connection cannot be taken is one line now and then: by itself it writes a
-    traceback for each attempt, megabytes a second where a client holds all connections."""
+    """What asyncio reports beside tasks. That a connection cannot be taken, or not be read for want of memory (it is closed
+    then), is one line now and then: by itself it writes a traceback for each attempt, megabytes a second where a client
+    holds all connections."""
 
     _said = -SAY_SECONDS
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in _SCARCE):
+        if isinstance(error, OSError) and error.errno in _SCARCE:
+            reason = error.strerror
+        elif isinstance(error, MemoryError):
+            reason = "out of memory"
+        else:
             loop.default_exception_handler(context)
-        elif time.monotonic() - self._said >= SAY_SECONDS:
+            return
+        if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
-            _log.warning("connections are not taken for now: %s", error.strerror)
+            _log.warning("connections are not taken for now: %s", reason)
 
 
 def _wait_longer(descriptor: int) -> None:

@@ -85,7 +85,9 @@ def serve(
             f"nstf serve needs {error.name}; in a clone of the repository: pip install -e '.[serve]'"
         ) from error
     from nstf.integrations.serve.service import ServeOptions, Service
+    from nstf.runtime.memory_limit import share_one_heap
 
+    share_one_heap()
     service = Service(
         artifact,
         ServeOptions(

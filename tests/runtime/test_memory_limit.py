@@ -1,12 +1,14 @@
 """Limits on the address space too low for the libraries: one line that says so, never a loop or another error."""
 
+import mmap
 import subprocess
 import sys
 
 import pytest
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.memory_limit import causes
+from nstf.runtime import memory_limit
+from nstf.runtime.memory_limit import causes, has_room
 from nstf_convert.cli.messages import explain
 
 MIB = 1 << 20
@@ -34,6 +36,53 @@ from nstf_convert.cli import run
 sys.exit(run(["place", "examples/shapes/dense-8b.json", "--encoding", "int4", "--machine", "h100x8"]))
 """
 )
+
+
+def test_looking_for_room_takes_none_from_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that was left was taken for a moment, in which another thread found nothing: libraries in Rust end the process."""
+    taken: list[int] = []
+    monkeypatch.setattr(mmap, "mmap", lambda *sizes: taken.extend(sizes))
+    for free, found in ((10 * MIB, True), (19 * MIB, True), (10 * MIB - 1, False), (-MIB, False)):
+        monkeypatch.setattr(memory_limit, "_free", lambda free=free: free)
+        assert has_room(10 * MIB) is found
+    assert not taken
+
+
+def test_what_a_limit_leaves_is_known() -> None:
+    program = LIMITED.format(limit=0) + (
+        "from nstf.runtime.memory_limit import _free, has_room\n"
+        "print(_free() >> 20, has_room(60 << 20), has_room(30 << 20), has_room(120 << 20))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    free, *rooms = found.stdout.split()
+    assert 60 <= int(free) <= 100 and rooms == ["True", "True", "False"], found.stderr
+    assert memory_limit._free() is None and has_room(MIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heaps")
+def test_threads_share_one_heap_where_address_space_is_limited() -> None:
+    """With 192 MiB left the heaps of a server's threads took all, and a library in Rust ended the process."""
+    program = """
+import threading
+from nstf.runtime.memory_limit import _free, share_one_heap
+share_one_heap()
+begin, end = threading.Barrier(5), threading.Event()
+def work():
+    kept = [bytearray(600) for _ in range(1000)]
+    begin.wait()
+    end.wait()
+threads = [threading.Thread(target=work) for _ in range(4)]
+before = _free()
+for each in threads:
+    each.start()
+begin.wait()
+print((before - _free()) >> 20)
+end.set()
+"""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 44, 1 << 44))\n"
+    found = subprocess.run([sys.executable, "-c", limit + program], capture_output=True, text=True)
+    stacks = 4 * 8
+    assert int(found.stdout) < stacks + 60, found.stderr
 
 
 def test_a_library_that_has_no_room_is_not_loaded() -> None:

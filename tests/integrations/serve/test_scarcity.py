@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,67 @@ def test_a_request_without_room_is_refused_before_it_is_read(
         status, found = server.json(CHAT, HELLO)
         assert status == 503 and "too little memory" in found["error"]["message"]
     assert server.json(CHAT, HELLO)[0] == 200
+
+
+class Room:
+    """Stands for `has_room`: keeps the sizes that are asked for, and answers by a rule."""
+
+    def __init__(self, rule: Callable[[list[int]], bool]) -> None:
+        self.asked: list[int] = []
+        self._rule = rule
+
+    def __call__(self, size: int) -> bool:
+        self.asked.append(size)
+        return self._rule(self.asked)
+
+
+OBJECT = HELLO | {"response_format": {"type": "json_object"}}
+
+
+def test_a_schema_is_read_only_where_there_is_room(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance ends the process where it finds no memory."""
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve import grammar
+
+    none = Room(lambda asked: False)
+    some = Room(lambda asked: asked[-1] <= grammar.READ_BYTES)
+    with monkeypatch.context() as full:
+        full.setattr(grammar, "has_room", none)
+        status, found = server.json(CHAT, OBJECT)
+        assert status == 503 and "too little memory" in found["error"]["message"]
+        assert none.asked == [grammar.READ_BYTES] and server.json(CHAT, HELLO)[0] == 200
+        # Its first use makes something of the tokenizer, which takes more.
+        full.setattr(grammar, "has_room", some)
+        assert server.json(CHAT, OBJECT)[0] == 503 and some.asked[-1] > grammar.READ_BYTES + (1 << 20)
+    assert server.json(CHAT, OBJECT)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_a_schema_ends_where_memory_does(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve import grammar
+
+    assert server.json(CHAT, OBJECT)[0] == 200
+    with monkeypatch.context() as full:
+        full.setattr(grammar, "has_room", Room(lambda asked: asked.count(grammar.TOKEN_BYTES) < 6))
+        status, _, found = server.call(CHAT, OBJECT | {"stream": stream, "max_tokens": 30})
+        assert status == (200 if stream else 503)
+        assert b"server_error" in found and b"64 MiB of memory" in found and b"DONE" not in found
+    assert server.json(CHAT, OBJECT)[0] == 200
+
+
+@pytest.mark.parametrize(("room", "status"), [(False, 503), (True, 501)])
+def test_a_library_that_does_not_fit_is_no_missing_one(
+    server: Served, monkeypatch: pytest.MonkeyPatch, room: bool, status: int
+) -> None:
+    from nstf.integrations.serve import grammar
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # an ImportError
+    monkeypatch.setattr(grammar, "has_room", Room(lambda asked: room or len(asked) == 1))
+    found_status, found = server.json(CHAT, OBJECT)
+    assert found_status == status and ("llguidance" in found["error"]["message"]) == room
 
 
 @pytest.mark.parametrize(
@@ -75,6 +137,7 @@ def test_that_connections_cannot_be_taken_is_said_once_a_minute(
     }
     for _ in range(100):
         handler(loop, full)
+        handler(loop, {"message": "Fatal read error on socket transport", "exception": MemoryError()})
     handler(loop, {"message": "something else", "exception": ValueError("x")})
     loop.close()
     assert len(caplog.records) == 1 and len(others) == 1

@@ -19,9 +19,14 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
 def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
     from nstf.integrations.serve.connection import Connection
 
-    done, waiting = [], [8]
+    done, waiting, waits = [], [8], list[float]()
     here = object.__new__(Connection)
-    here.loop = SimpleNamespace(call_later=lambda _, call: SimpleNamespace(cancel=lambda: None))
+
+    def call_later(wait: float, call: Callable[[], None]) -> SimpleNamespace:
+        waits.append(wait)
+        return SimpleNamespace(cancel=lambda: None)
+
+    here.loop = SimpleNamespace(call_later=call_later)
     here.transport = SimpleNamespace(
         get_write_buffer_size=lambda: waiting[0],
         abort=lambda: done.append("abort"),
@@ -32,7 +37,14 @@ def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
     here._over()
     assert done == []  # three bytes went
     here._over()
-    assert done == ["abort"]  # none did
+    assert done == []  # none did, for 30 s
+    waiting[0] = 4
+    here._over()
+    here._over()
+    assert done == []
+    here._over()
+    assert done == ["abort"]  # none did for 60 s, which the end of a stream has as its other parts do
+    assert waits == [30, 30, 30, 30, 30]
     waiting[0] = 0
     here._over()
     assert done == ["abort", "close"]
@@ -188,11 +200,25 @@ def test_a_key_is_asked_for(serve: Callable[..., Served]) -> None:
     assert server.json("/health")[0] == 200
 
 
+def test_what_is_not_there_asks_for_the_key_too(serve: Callable[..., Served]) -> None:
+    server = serve(key="secret-key")
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", "/health/x", 404),
+        ("GET", CHAT, 405),
+        ("OPTIONS", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+    ):
+        assert server.call(path, method=method)[0] == 401, (method, path)
+        assert server.call(path, method=method, Authorization="Bearer secret-key")[0] == status
+    assert server.call("/health", method="POST")[0] == server.call("/chat.js", method="PUT")[0] == 405
+
+
 def test_a_web_page_elsewhere_cannot_use_the_server_under_its_own_name(server: Served) -> None:
     assert server.call("/v1/models", Host="evil.example:8000")[0] == 403
-    assert server.call("/health/", Host="evil.example")[0] == 404, (
-        "no redirection to a name that a request states"
-    )
+    for path, method in (("/health/", "GET"), ("/nothing", "GET"), ("/health", "POST"), (CHAT, "OPTIONS")):
+        # No redirection to a name that a request states, either.
+        assert server.call(path, method=method, Host="evil.example")[0] == 403, path
     assert server.call("/v1/models", Host=f"localhost:{server.port}")[0] == 200
     # What a page may send without asking first is no JSON.
     assert server.call(CHAT, json.dumps(HELLO).encode(), Content_Type="text/plain")[0] == 415
@@ -288,6 +314,7 @@ def test_a_client_that_asks_on_and_takes_nothing_is_given_up(
     from nstf.integrations.serve import connection
 
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "SEND_SECONDS", 1.0)
     lost = connection.Connection._lost
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -363,19 +390,18 @@ def test_shutting_down_completes_what_is_quick_and_ends_the_rest(serve: Callable
     assert (status, found["error"]["code"]) == (503, "shutting_down")
 
 
-def test_a_failing_step_is_told_and_the_server_goes_on(server: Served) -> None:
+@pytest.mark.parametrize(("error", "said"), [(ValueError("a bug"), 500), (MemoryError("a bug"), 503)])
+def test_a_failing_step_is_told_and_the_server_goes_on(server: Served, error: Exception, said: int) -> None:
     batch = server.service.backend._batch
     before = batch.step
 
     def fail(parts: Any) -> list[int]:
         batch.step = before
-        raise MemoryError("no room")
+        raise error
 
     batch.step = fail
     status, found = server.json(CHAT, HELLO)
-    assert (status, found["error"]["type"]) == (500, "server_error") and "no room" in found["error"][
-        "message"
-    ]
+    assert (status, found["error"]["type"]) == (said, "server_error") and "a bug" in found["error"]["message"]
     assert server.json(CHAT, HELLO)[0] == 200
 
 

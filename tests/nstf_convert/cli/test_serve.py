@@ -155,6 +155,64 @@ def test_clients_that_hold_all_connections_fill_no_log(artifact: Path) -> None:
         assert "Traceback" not in said and len(said) < 1000
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+
+def _is_limited() -> None:
+    """To far more than there is: what a server does under a limit, it does then."""
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 44, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def test_eight_requests_at_once_with_little_memory_left_end_no_server(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance and tokenizers end the process where they find none: with 64, 100 and 330 MiB left they did."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(sys.modules[__name__], "_heeds_control_c", _is_limited)
+    with process("serve", artifact, "--port", 0, "--threads", 1) as server:
+        port, found = port_of(server), []
+
+        def ask(schema: Any) -> None:
+            body: dict[str, Any] = {"prompt": "Once upon a time " * 20, "max_tokens": 40}
+            if schema is not None:
+                body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            found.append(client.getresponse().status)
+            client.close()
+
+        def limit(more: float | None) -> None:
+            size = Path(f"/proc/{server.pid}/statm").read_text().split()[0]
+            most = int(size) * resource.getpagesize() + int((more or 0) * 2**20)
+            own = resource.prlimit(server.pid, resource.RLIMIT_AS)[1]
+            resource.prlimit(server.pid, resource.RLIMIT_AS, (1 << 44 if more is None else most, own))
+
+        many = {"enum": list(range(10_000))}
+        for more, schemas in (
+            (2, [None, SCHEMA]), (64, [SCHEMA]), (100, [None, many]),
+            (192, [None]), (330, [many]), (400, [SCHEMA, many, None]),
+        ):  # fmt: skip
+            limit(more)
+            clients = [
+                threading.Thread(target=ask, args=(schemas[i % len(schemas)],), daemon=True) for i in range(8)
+            ]
+            for each in clients:
+                each.start()
+            for each in clients:
+                each.join(60)
+            assert len(found) == 8 and set(found) <= {200, 503}, (more, found)
+            assert server.poll() is None
+            found.clear()
+        limit(None)
+        ask(SCHEMA)
+        assert found == [200]
+        limit(0.1)  # not enough for the thread that ends the answers
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0 and server.stderr is not None
+        assert "Traceback" not in server.stderr.read()
+
+
 def test_a_port_in_use_is_named(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
