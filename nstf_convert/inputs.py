@@ -31,6 +31,8 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
         place = path.resolve()
     except RuntimeError as error:  # a link that leads to itself
         raise UsageError(f"{what} {path} leads nowhere ({error}): give another name") from error
+    if place.parent == _measured() and place.exists():
+        raise UsageError(f"{what} {path} is kept for what was measured on this machine: give another name")
     for source in inputs:
         if source is None:
             continue
@@ -53,6 +55,14 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
             )
         if place.exists() and (file := _entry(given, place)) is not None:
             raise UsageError(f"{what} {path} is read as {file}: give another name")
+
+
+def _measured() -> Path | None:
+    """The folder of measured speeds and tiles, which commands read without being told."""
+    from nstf_convert.speed.cache import folder
+
+    found = folder()
+    return None if found is None else found.resolve()
 
 
 def same_file(first: Path, second: Path) -> bool:

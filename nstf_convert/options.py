@@ -254,7 +254,7 @@ class ConvertOptions:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, expanded(getattr(self, name)))
         # Once, for all who read them: hub names, and paths as they were written, stay.
-        texts = (str(expanded(name)) if str(name).startswith("~") else name for name in self.datasets)
+        texts = (str(expanded(name)) if str(name)[:1] in ("~", "") else name for name in self.datasets)
         object.__setattr__(self, "datasets", tuple(texts))
         for path in (self.output, *self.datasets, self.work_dir, self.calibration):
             if path is not None:

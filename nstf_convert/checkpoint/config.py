@@ -182,7 +182,11 @@ def _labels(key: str, value: Mapping[str, Any], where: str) -> tuple[dict[str, A
         raise CorruptError(f"{where}: more than {MAX_LABELS} labels")
     whole = {k: v if isinstance(v, int) else str(v) for k, v in value.items()}
     kept = {k[:LABEL_CHARS]: v if isinstance(v, int) else v[:LABEL_CHARS] for k, v in whole.items()}
-    if len(kept) < len(whole):
+    merged = [
+        len(set(map(str, after))) < len(set(map(str, before)))
+        for after, before in ((kept, whole), (kept.values(), whole.values()))
+    ]
+    if any(merged):
         raise UnsupportedError(
             f"{where}: two names in {key} are alike in their first {LABEL_CHARS} letters; shorten them"
         )

@@ -69,7 +69,10 @@ def check_path(path: str | Path) -> None:
 
 
 def expanded(path: str | Path) -> Path:
-    """The path with `~` as a home folder. Raises UsageError for a user who has none."""
+    """The path with `~` as a home folder. Raises UsageError for a user who has none, and for no name, which would be the
+    current folder: of a variable that is not set, say."""
+    if path == "":
+        raise UsageError("a path is empty: give the name of a file or a folder")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 import json as json_module
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ def convert(
         data["tool"] = {**data["tool"], "command": shlex.join(["nstf", *sys.argv[1:]])}
     if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
         data["roofline"] = measure_roofline(result.output) if profile else None
-    taken = [path for path in report or [] if path.exists() and not settings["force"]]
+    taken = [path for path in report or [] if os.path.lexists(path) and not settings["force"]]
     written = [path for path in report or [] if path not in taken]
     for path in written:
         write_report(path, data)
@@ -119,7 +120,7 @@ def check_reports(reports: list[Path], output: Path, inputs: list[str], force: b
         keep_inputs(path, inputs, "--report")
         if not path.parent.is_dir():
             raise UsageError(f"--report {path}: the folder {path.parent} does not exist")
-        if path.exists() and not force:
+        if os.path.lexists(path) and not force:
             raise UsageError(f"--report {path} exists: give another name, or --force to replace it")
         check_place(path)
 

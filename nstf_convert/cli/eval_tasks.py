@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nstf.errors import UsageError
+from nstf.errors import UnsupportedError, UsageError
 from nstf_convert.cli.output import print_pairs, print_table
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def measure_tasks(
     import torch
 
     from nstf_convert.gates.choices import summarise
+    from nstf_convert.gates.evaluate import NO_NUMBERS
     from nstf_convert.gates.sides import open_side, warn_about_source
     from nstf_convert.gates.tasks import read_tasks
 
@@ -76,6 +77,8 @@ def measure_tasks(
             with open_side(reference) as original:
                 warn_about_source(test, original)
                 before = answers(original.model(), tokenizer, questions)
+            if min(before.raw) < 0:
+                raise UnsupportedError(NO_NUMBERS)
     return Answered(questions, after, before, summarise(questions, after, before))
 
 

@@ -82,7 +82,8 @@ class Check:
         return f"{self.name} {value} {self.bound:g} (`{self.gate}`)"
 
 
-_NO_NUMBERS = "what is compared with computes NaN: its weights or its config are damaged"
+# Said of a reference.
+NO_NUMBERS = "what is compared with computes NaN: its weights or its config are damaged"
 _RULES = (
     # field of Gates, words, field of Accuracy or Similarity
     ("max_kl", "mean KLD in nats", "mean_kl"),
@@ -154,7 +155,7 @@ def evaluate_language_model(reference: LanguageModel, test: LanguageModel, windo
                         f"the artifact and the reference are different models: {error}"
                     ) from error
             if any(bool(score.nll_ref.isnan().any()) for score in scores[done:]):
-                raise UnsupportedError(_NO_NUMBERS)
+                raise UnsupportedError(NO_NUMBERS)
             done += ids.shape[0]
             log.info("evaluated %d of %d windows", done, windows.shape[0])
             # Weights stream in once per batch: as many windows at a time as the memory bound allows.
@@ -178,7 +179,7 @@ def evaluate_encoder(
             except ValueError as wrong:
                 raise UsageError(f"the artifact and the reference are different models: {wrong}") from wrong
             if bool(outputs[0].isnan().any()):
-                raise UnsupportedError(_NO_NUMBERS)
+                raise UnsupportedError(NO_NUMBERS)
             cosines.append(cosine)
             errors.append(error)
             log.info("evaluated %d of %d batches", index + 1, len(batches))

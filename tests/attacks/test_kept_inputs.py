@@ -180,6 +180,16 @@ def test_nor_what_a_link_in_a_folder_leads_to(
     assert contents(folder) == before
 
 
+def test_nor_what_was_measured_on_this_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nstf_convert.speed.cache.folder", lambda: folder / "cache" / "nstf")
+    (folder / "cache" / "nstf").mkdir(parents=True)
+    (folder / "cache" / "nstf" / "speed-1.json").write_text("{}")
+    assert run([*CONVERT, "-o", "m2.nstf", "--report", "cache/nstf/speed-1.json", "--force"]) == 2
+    assert "is kept for what was measured on this machine" in capsys.readouterr().err
+
+
 def test_no_output_becomes_a_text_of_the_dataset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["calibrate", "model", "--dataset", "texts", "-o", "texts/new.txt"]) == 2
     assert "would become part of the folder texts" in capsys.readouterr().err

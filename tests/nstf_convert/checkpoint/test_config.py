@@ -256,10 +256,18 @@ def test_labels_that_are_cut_are_reported() -> None:
     assert filter_config(raw, "c")[1] == ["id2label (the end of 1 long label)"]
 
 
-def test_labels_that_would_become_one_are_refused() -> None:
-    raw = {"model_type": "llama", "label2id": {"x" * 300: 0, "x" * 301: 1}}
-    with pytest.raises(UnsupportedError, match="two names in label2id are alike in their first 200 letters"):
-        filter_config(raw, "c")
+@pytest.mark.parametrize(
+    ("key", "labels"),
+    [("label2id", {"x" * 300: 0, "x" * 301: 1}), ("id2label", {"0": "x" * 300, "1": "x" * 301})],
+)
+def test_labels_that_would_become_one_are_refused(key: str, labels: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"two names in {key} are alike in their first 200 letters"):
+        filter_config({"model_type": "llama", key: labels}, "c")
+
+
+def test_labels_that_were_alike_before_are_kept() -> None:
+    raw = {"model_type": "llama", "id2label": {"0": "x", "1": "x"}}
+    assert filter_config(raw, "c")[0]["id2label"] == raw["id2label"]
 
 
 def test_settings_keep_text_and_lose_code() -> None:

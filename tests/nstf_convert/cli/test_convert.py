@@ -329,6 +329,25 @@ def test_a_report_that_appears_meanwhile_stays(nstf, pipeline, tiny, tmp_path, r
     assert nstf(*words, "--force").code == 0 and "tool" in json.loads(mine.read_text())
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_report_takes_the_place_of_no_link_to_nothing(
+    nstf, pipeline, tiny, tmp_path, report, monkeypatch, when
+):
+    pipeline.report = report
+    link = tmp_path / "r.json"
+
+    def late(options):
+        link.symlink_to("nowhere")
+        return pipeline.convert(options)
+
+    if when == "before":
+        link.symlink_to("nowhere")
+    else:
+        monkeypatch.setattr("nstf_convert.pipeline.convert", late)
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", tmp_path / "m.nstf", "--report", link)
+    assert result.code == (2 if when == "before" else 1) and link.is_symlink()
+
+
 def test_the_page_gets_the_roofline_of_the_finished_file(nstf, pipeline, tiny, tmp_path, report):
     pipeline.report, pipeline.content = report, tiny.coarse.read_bytes()
     for name, words in (("a", ()), ("b", ("--no-profile",))):

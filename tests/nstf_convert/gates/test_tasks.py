@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -241,6 +242,14 @@ def test_an_exact_artifact_answers_as_its_reference(evaluate, tiny, questions) -
         assert row["log_likelihoods"] == pytest.approx(row["reference_log_likelihoods"], abs=1e-5)
         scores = row["log_likelihoods"]
         assert row["chosen"] == scores.index(max(scores))
+
+
+def test_a_reference_that_computes_nan_is_refused(evaluate, tiny, questions, tmp_path) -> None:
+    folder = shutil.copytree(tiny.folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": -100.0}))
+    code, _, err = evaluate(tiny.same, "-r", folder, "--tasks", questions, "--max-flips", "1")
+    assert code == 6 and "what is compared with computes NaN" in err
 
 
 def test_gates_on_answers_exit_4_and_are_in_the_junit_file(evaluate, tiny, questions, tmp_path) -> None:

@@ -137,6 +137,11 @@ def test_settings_that_a_given_calibration_makes_useless_are_said(options, tmp_p
     assert "no effect of `datasets`, `samples`, `seq_len`: the calibration that is given" in caplog.text
 
 
+def test_no_name_is_not_the_current_folder(options) -> None:
+    with pytest.raises(UsageError, match="a path is empty"):
+        options(("ratio", 0.6), datasets=("",))
+
+
 def test_an_unknown_format_is_refused_before_any_work(options) -> None:
     chosen = options(("ratio", 0.6), formats=("zork",))
     before = sorted(chosen.output.parent.iterdir())
