@@ -156,9 +156,8 @@ def _makes_inputs(found: type) -> bool:
     if "requires_backends" in vars(found) or hasattr(found, "_backends"):
         return True
     # The others are asked for after it: importing them takes two seconds.
-    return issubclass(found, library.PreTrainedTokenizerBase) or issubclass(
-        found, (library.ProcessorMixin, library.FeatureExtractionMixin, library.ImageProcessingMixin)
-    )
+    bases = (library.ProcessorMixin, library.FeatureExtractionMixin, library.ImageProcessingMixin)
+    return found not in bases and issubclass(found, (library.PreTrainedTokenizerBase, *bases))
 
 
 def _stripped(value: Any, arguments: bool = True) -> Any:

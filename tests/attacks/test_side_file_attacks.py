@@ -72,7 +72,8 @@ def test_generation_settings_that_cannot_be_used_are_refused_at_load(
      {"encoder_repetition_penalty": 2}, {"sequence_bias": [[[1], 5]]}, {"forced_eos_token_id": -1}, {"token_healing": True},
      {"stop_strings": ["x"]}, {"cache_implementation": "offloaded"}, {"cache_implementation": "quantized"},
      {"use_mtp": True}, {"assistant_early_exit": 1}, {"num_beams": 2, "low_memory": True},
-     {"watermarking_config": {"hashing_key": "x"}}],
+     {"watermarking_config": {"hashing_key": "x"}}, {"assistant_model": "evil/x"}, {"custom_generate": "evil/x"},
+     {"compile_config": {"backend": "inductor"}, "trust_remote_code": True}],
 )  # fmt: skip
 def test_generation_settings_that_say_off_or_need_foreign_code_leave_a_model_that_generates(
     made: Callable[..., Path], stated: dict[str, Any]
@@ -150,6 +151,7 @@ def test_a_temperature_of_0_takes_the_likeliest_token(made: Callable[..., Path])
      ({"stop_strings": "x", "token_healing": True}, "stop_strings, token_healing"),
      ({"watermarking_config": {"bias": 2.0}, "use_mtp": True}, "watermarking_config"),
      ({"cache_implementation": "offloaded"}, "cache_implementation"),
+     ({"custom_generate": "evil/x", "assistant_model": "evil/x"}, "custom_generate"),
      # What transformers wrote for settings that are off.
      ({"num_beam_groups": 1, "diversity_penalty": 0.0, "penalty_alpha": None, "constraints": None}, ""),
      ({"temperature": 0, "num_beams": 3, "num_return_sequences": 3}, ""), ({"is_assistant": False}, "")],
@@ -294,6 +296,7 @@ def test_settings_of_a_tokenizer_that_are_not_read_here_are_refused(
         "pipeline",
         "LlamaConfig",
         "__version__",
+        "ProcessorMixin",
         "__dict__",
     ],
 )
