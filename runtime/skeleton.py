@@ -215,7 +215,7 @@ def _named_class(name: object) -> Any:
         except (ImportError, RuntimeError):
             found = None
     if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        if found is not transformers.PreTrainedModel:
+        if getattr(found, "forward", None) is not nn.Module.forward:  # an abstract base
             return found
     raise UnsupportedError(
         f"architecture {str(name)[:80]!r} is not known to transformers {transformers.__version__}; "

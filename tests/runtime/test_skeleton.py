@@ -77,7 +77,8 @@ def test_the_default_dtype_is_that_asked_for(tiny: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["NoSuchModelForCausalLM", "AutoModel", "PreTrainedModel", "os", 7, "a" * 200]
+    "name",
+    ["NoSuchModelForCausalLM", "AutoModel", "PreTrainedModel", "LlamaPreTrainedModel", "os", 7, "a" * 200],
 )
 def test_an_unknown_architecture_is_refused_with_what_to_do(name: object) -> None:
     with pytest.raises(UnsupportedError, match="load_tensors"):
