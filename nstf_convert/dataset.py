@@ -229,7 +229,7 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
         columns = [name for name in ((field,) if field else FIELDS) if name in names]
         if not columns:
             raise UsageError(
-                f"the dataset {file} has no column {field or ', '.join(FIELDS)}, but {', '.join(names[:8])}; "
+                f"the dataset {file} has no column {field or ', '.join(FIELDS)}, but {', '.join(names[:8]) or 'none'}; "
                 f"name the one with text"
             )
         others = [name for name in columns[1:] if may_hold_text(table.schema_arrow.field(name).type)]
