@@ -14,6 +14,8 @@ from nstf.integrations.serve.stream import SEND_SECONDS
 # From the connection, or from the end of an answer, to the end of the next request's head. uvicorn's own limit begins with
 # the first answer and ends with the next byte: who sends nothing, or a byte a minute, would stay for ever.
 HEAD_SECONDS = 30.0
+# Between two looks at a connection that has an answer under way.
+LOOK_SECONDS = 5.0
 # asyncio's and h11's objects of a connection hold one another, with up to 250 KB that it sent: they go when Python looks for
 # such rings, which it does the more rarely the more there is besides.
 LOOK_EVERY = 100
@@ -59,6 +61,7 @@ class Connection(H11Protocol):
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._end()
+                self._limit = self.loop.call_later(LOOK_SECONDS, self._look)
             if self._answering() and self.conn.trailing_data[0]:
                 self.cycle.keep_alive = False
                 self.flow.resume_reading()
@@ -87,6 +90,15 @@ class Connection(H11Protocol):
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
+
+    def _look(self, before: int = 0) -> None:
+        """During an answer: ends a connection that is to be closed, once what was left of a stream that nobody reads has all
+        been given up. uvicorn would wait for its client. before: bytes that lay here at the last look, of such a one."""
+        untaken = self.transport.get_write_buffer_size() if self.transport.is_closing() else 0
+        if untaken and untaken == before:
+            self.transport.abort()
+        else:
+            self._limit = self.loop.call_later(LOOK_SECONDS, self._look, untaken)
 
     def _over(self) -> None:
         """Ends the connection, unless its client is still taking its answer. Where it takes nothing for SEND_SECONDS, the

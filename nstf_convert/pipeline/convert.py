@@ -274,11 +274,12 @@ def _write(run: Run, final: Final) -> tuple[dict[str, Any], int]:
     # The report first: once the file has its name, nothing is left to do.
     report = reporting.build(run, final, size)
     sources = mixes.sources(session, final.planned.mix, final.load)
-    session.job.check_checkpoint()
+    check = session.job.check_checkpoint
+    check()
     options = session.options
     check_still_free(options.output, options.force)
     files = session.checkpoint.files()
-    written = write_artifact(options.output, sources, files, meta, keep=not options.force)
+    written = write_artifact(options.output, sources, files, meta, keep=not options.force, ready=check)
     if written != size:
         raise NstfError(f"{options.output} has {written} bytes instead of {size}: please report this")
     return report, written

@@ -82,13 +82,14 @@ def write_artifact(
     meta: Mapping[str, Mapping[str, Any]] | None = None,
     dtypes: Mapping[str, str] | None = None,
     keep: bool = False,
+    ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Writes an artifact and gives back its size in bytes.
 
     tensors: name -> EncodedTensor, `Source` (made when needed) or `Shared` (another name for a stored one).
     files: bare name -> content. meta: objects under `plan`, `provenance`, `attention`, `report`. dtypes: the
     source dtype of tensors given as EncodedTensor (float32 when not given). keep: what has the
-    name by the end stays.
+    name by the end stays. ready: called when all is written, before the file gets its name; it does not where that raises.
     Raises NstfError when the disk is full or fails, or for what stays, UsageError for a destination that cannot be,
     ValueError for names, values or trees that an artifact cannot hold.
     """
@@ -113,6 +114,7 @@ def write_artifact(
                     digests[full] = output.put(layout.entries[full].start, _bytes_of(encoded.arrays[key]))
                 del encoded
         output.write(0, memoryview(final_header(layout, digests)))
+        ready()
     return layout.size_bytes
 
 

@@ -329,6 +329,26 @@ def test_a_client_that_asks_on_and_takes_nothing_is_given_up(
         until(lambda: connection.Connection._lost > lost)
 
 
+def test_a_stream_that_nobody_takes_is_given_up_with_its_connection(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer had ended, and what lay in asyncio kept the connection for as long as its client liked."""
+    from nstf.integrations.serve import connection, stream
+
+    monkeypatch.setattr(stream, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "LOOK_SECONDS", 0.2)
+    server = serve(name="n" * 20_000)
+    lost = connection.Connection._lost
+    body = json.dumps(LONG | {"stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: connection.Connection._lost > lost)
+
+
 def test_an_answer_during_which_its_client_asks_again_is_whole_and_the_last(server: Served) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         client.sendall(PIPELINED * 3)

@@ -70,7 +70,8 @@ def test_a_fast_plan_works_out_the_ranks_beside_the_chain_that_it_took(
     )  # fmt: skip
     stored = {t["name"]: t for t in report["tensors"]}
     tree = node_from_json(stored[name]["tree"])
-    assert tree.kind == "low_rank" and RANK <= tree.params.rank < 80
+    # The next ranks that are tried are 86 and 103: what a shuffle costs beside it is timed.
+    assert tree.kind == "low_rank" and RANK <= tree.params.rank < 100
     # Of the chain that a first plan took the next ranks on both sides were made; they join the candidates.
     (taken, found), *_ = [(given[3], made) for given, made in beside if given[1].name == name]
     smaller, larger = sorted(c.recipe.params["rank"] for c in found)

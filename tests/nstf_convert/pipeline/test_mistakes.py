@@ -471,6 +471,25 @@ def test_a_checkpoint_that_is_copied_over_itself_meanwhile_is_not_trusted(
     assert not list((tmp_path / "work").rglob("*.safetensors"))
 
 
+def test_nor_one_that_is_written_into_while_the_file_is_written(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    file, story = model / "model.safetensors", importlib.import_module("nstf_convert.pipeline.convert")
+    whole, real = file.read_bytes(), story.write_artifact
+
+    def late(*given, **named):
+        with file.open("r+b") as opened:
+            opened.write(whole)
+        return real(*given, **named)
+
+    monkeypatch.setattr(story, "write_artifact", late)
+    chosen = options(model=str(model))
+    with pytest.raises(UsageError, match="model was written into while it was read"):
+        convert(chosen)
+    assert not chosen.output.exists()
+
+
 def test_a_checkpoint_that_is_replaced_meanwhile_is_converted(options, small, tmp_path, monkeypatch) -> None:
     model = shutil.copytree(small.folder, tmp_path / "model")
     story = importlib.import_module("nstf_convert.pipeline.convert")
