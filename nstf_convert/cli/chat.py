@@ -92,9 +92,15 @@ class Conversation:
         self._system = system
         self._said: list[dict[str, Any]] = []
         self._terminal = sys.stdin.isatty()
+        self._failed = False
 
     def run(self) -> None:
-        """Until the input ends or /exit."""
+        """Until the input ends or /exit. Exit code 1 where a line of a file or a pipe had no answer."""
+        self._loop()
+        if self._failed and not self._terminal:
+            raise typer.Exit(1)
+
+    def _loop(self) -> None:
         if self._terminal:
             try:
                 import readline  # noqa: F401  lines can be edited and called back
@@ -107,7 +113,7 @@ class Conversation:
                 if line.strip() == "/exit":
                     return
                 if any("\ud800" <= c <= "\udfff" for c in line):
-                    sys.stderr.write("error: this line is not UTF-8 text\n")
+                    self._fail("error: this line is not UTF-8 text")
                 elif line.startswith("/"):
                     self._command(line.strip())
                 elif line.strip():
@@ -118,6 +124,10 @@ class Conversation:
                 return
             except KeyboardInterrupt:  # at the prompt, or just as an answer ended
                 sys.stderr.write("\n/exit or Ctrl-D ends\n")
+
+    def _fail(self, said: str) -> None:
+        sys.stderr.write(f"{said}\n")
+        self._failed = True
 
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
@@ -146,14 +156,14 @@ class Conversation:
         except ApiError as error:
             self._said.pop()
             hint = "; /reset begins anew" if error.code == "context_length_exceeded" else ""
-            sys.stderr.write(f"error: {clean(error)}{hint}\n")
+            self._fail(f"error: {clean(error)}{hint}")
             return
         written = []
         try:
             while True:
                 piece = pieces.get()
                 if piece.reason == "error":
-                    sys.stderr.write(f"\nerror: {clean(piece.text)}\n")
+                    self._fail(f"\nerror: {clean(piece.text)}")
                     break
                 written.append(piece.text)
                 sys.stdout.write(piece.text)

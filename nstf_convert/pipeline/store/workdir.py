@@ -240,7 +240,8 @@ class WorkDir:
             ) from error
         except (ValueError, RecursionError) as error:
             raise CorruptError(
-                f"{file} cannot be read ({error}): remove the work directory and run again"
+                f"{file} cannot be read ({error}): where it is a conversion's, remove the work directory and run again; "
+                "else choose another one"
             ) from error
         if not found.keys() >= _ALWAYS:
             raise UsageError(f"{file} is not of a conversion: move it, or choose another work directory")

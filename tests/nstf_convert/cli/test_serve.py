@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from nstf.errors import UnsupportedError, UsageError
 from nstf_convert.cli import run, serve
@@ -366,6 +367,13 @@ def test_a_conversation(artifact: Path) -> None:
     assert "the system message is set" in errors
 
 
+def test_a_template_that_fails_is_an_error_of_a_chat_by_a_pipe(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('no') }}")
+    with process("chat", artifact, "--chat-template", tmp_path / "t.jinja") as chat:
+        _, errors = chat.communicate("Good morrow\n", timeout=120)
+    assert chat.returncode == 1 and errors.startswith("error: ")
+
+
 def test_control_c_stops_the_answer_and_not_the_program(artifact: Path) -> None:
     # A pipe with room for six bytes: the program waits in the midst of its answer until they are read.
     read_end, write_end = os.pipe()
@@ -486,7 +494,9 @@ def test_a_line_that_is_no_text_does_not_end_a_chat(monkeypatch: pytest.MonkeyPa
 
     typed = iter(["a\udcff", "/system b\udcff", "/exit", "never reached"])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
-    Conversation(None, None, (), None, None).run()  # type: ignore[arg-type]
+    with pytest.raises(typer.Exit) as ended:  # the lines are of a pipe
+        Conversation(None, None, (), None, None).run()  # type: ignore[arg-type]
+    assert ended.value.exit_code == 1
     assert (
         capsys.readouterr().err == 2 * "error: this line is not UTF-8 text\n"
         and next(typed) == "never reached"
