@@ -301,7 +301,7 @@ class StreamedModel:
         most = max(
             (m.num_embeddings for m in self.module.modules() if isinstance(m, nn.Embedding)), default=0
         )
-        if not 0 <= start < most:
+        if most and not 0 <= start < most:
             raise UnsupportedError(
                 f"the config's token {start}, with which answers begin, is beyond the model's vocabulary; "
                 "take the config that belongs to the weights"

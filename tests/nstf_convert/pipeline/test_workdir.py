@@ -82,7 +82,10 @@ def test_a_calibration_file_keeps_what_appears_under_its_name(tmp_path: Path) ->
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
 def test_a_job_that_is_none_is_named(tmp_path, content):
     (tmp_path / "job.json").write_bytes(content)
-    with pytest.raises(CorruptError, match=r"job.json cannot be read \(.*\): remove the work directory"):
+    with pytest.raises(
+        CorruptError,
+        match=r"job.json cannot be read \(.*\): where it is a conversion's, remove the work directory",
+    ):
         WorkDir(tmp_path, JOB, names=NAMES)
 
 
