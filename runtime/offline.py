@@ -63,5 +63,6 @@ def _only_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _no_kernel(_: Callable[..., Any], name: str, *__: Any, **___: Any) -> Any:
+def _no_kernel(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    name = args[0] if args else kwargs.get("kernel_name")
     raise ImportError(f"{name} is not fetched from the hub: opening a model needs no network")

@@ -146,5 +146,8 @@ def _generation(settings: Any, path: Path) -> dict[str, Any]:
     except MemoryError:  # not the file's fault
         raise
     except Exception as error:  # a value that transformers has none of
-        raise CorruptError(f"{path} cannot be used ({' '.join(str(error).split())[:200]})") from error
+        reason = " ".join(str(error).split())[:200]
+        raise CorruptError(
+            f"{path} cannot be used ({reason}): correct that setting, or take it out"
+        ) from error
     return cleaned

@@ -118,6 +118,15 @@ def shortened(data: bytes) -> bytes:
     return written([(name, c[:128] if name == "x/data/0" else c) for name, c in held.items()])
 
 
+def negative(data: bytes) -> bytes:
+    """The first tensor's elements are counted from the end of the file, by torch that maps it."""
+    held = contents(data)
+    name = next(n for n in held if n.endswith("data.pkl"))
+    first = held[name].index(b"K@")  # of the first storage's id
+    pickled = held[name][:first] + b"J" + (-161).to_bytes(4, "little", signed=True) + held[name][first + 2 :]
+    return written([(n, pickled if n == name else c) for n, c in held.items()])
+
+
 ATTACKS: dict[str, Callable[[bytes], bytes]] = {
     "two lists of entries": two_lists,
     "the pickle's name in two cases": both_cases,
@@ -127,6 +136,7 @@ ATTACKS: dict[str, Callable[[bytes], bytes]] = {
     "two entries that change places": swapped,
     "an entry beyond the end": beyond,
     "a storage longer than its record": shortened,
+    "a storage of fewer elements than none": negative,
     "bytes after the end": lambda data: data + b"\x00",
     "more entries than are there": lambda data: data[:-14] + struct.pack("<2H", 60_000, 60_000) + data[-10:],
     "fewer entries than are there": lambda data: data[:-14] + struct.pack("<2H", 2, 2) + data[-10:],
