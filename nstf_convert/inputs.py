@@ -164,15 +164,15 @@ def _beside(source: Path, place: Path) -> list[Path]:
             return []
         with open_checkpoint(source) as model:
             return model.paths()
-    if source.suffix == ".nstf":
-        return list(source.parent.glob(f"{escape(source.stem)}.*.tiles.json"))  # measured for GPUs
+    # Measured for GPUs: an artifact's, which is known by what it holds and not by its name.
+    measured = list(source.parent.glob(f"{escape(source.stem)}.*.tiles.json"))
     if source.suffix not in _WEIGHTS:
-        return []
+        return measured
     from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, TEMPLATES
 
     folder = source.absolute().parent
     named = (folder / TEMPLATES).glob("*.jinja")
-    return [*(folder / name for name in ("config.json", *SETTINGS, *CONTENT)), *named]
+    return [*(folder / name for name in ("config.json", *SETTINGS, *CONTENT)), *named, *measured]
 
 
 def _written_out(path: str | Path) -> Path:

@@ -36,6 +36,11 @@ _IGNORED_KEYS = frozenset(
 # Whether OPT has a last norm, its only word for that: a private field like others, but true or false leads nowhere.
 _PRIVATE_FLAG = "_remove_final_layer_norm"
 _LABELS = ("id2label", "label2id")
+# Where transformers keeps models and what their inputs are made with.
+_OF_MODELS = (
+    "models.", "configuration_utils", "feature_extraction", "image_processing", "modeling_utils", "processing_utils",
+    "tokenization_", "video_processing",
+)  # fmt: skip
 _MAX_DEPTH = 16
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
@@ -204,6 +209,19 @@ def tied_aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
+def exported(name: str) -> Any:
+    """What transformers has under a name that stands in a file; None where it has nothing, or nothing of a model, a config,
+    a tokenizer or a processor: asking for another one imports the module that it is in (its trainer, its pipelines).
+
+    Raises ImportError or RuntimeError where its module cannot be imported.
+    """
+    import transformers
+
+    module = getattr(transformers, "_class_to_module", {}).get(name, "")
+    known = module.startswith(_OF_MODELS) or module.split(".")[-1].startswith("dummy_")
+    return getattr(transformers, name, None) if known else None
+
+
 def _named_class(name: object) -> Any:
     """The model class of transformers called `name`; nothing else that transformers exports will do."""
     import transformers
@@ -211,7 +229,7 @@ def _named_class(name: object) -> Any:
     found = None
     if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
         try:
-            found = getattr(transformers, name, None)
+            found = exported(name)
         except (ImportError, RuntimeError):
             found = None
     if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):

@@ -16,7 +16,7 @@ from nstf.runtime.artifact import open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
 from nstf.runtime.offline import without_hub
-from nstf.runtime.skeleton import ARGUMENTS_OF, harmless, leads_away
+from nstf.runtime.skeleton import ARGUMENTS_OF, exported, harmless, leads_away
 from nstf.runtime.tokenizer_growth import check_growth, check_made
 from nstf.runtime.tokenizing import is_panic
 
@@ -137,12 +137,13 @@ def _check_class(stated: object, source: str, where: str) -> None:
         return
     import transformers as library
 
+    there = {*dir(library), *dir(type(library)), *getattr(library, "_objects", ())}
     for name in (stated, stated.removesuffix("Fast"), f"{stated}Fast"):
         try:
-            found = getattr(library, name, None)
+            found = exported(name)
         except (ImportError, RuntimeError):
             continue
-        if found is None or (isinstance(found, type) and _makes_inputs(found)):
+        if name not in there or (isinstance(found, type) and _makes_inputs(found)):
             continue
         raise UnsupportedError(
             f"{where}: its {source} names {short(stated)}, which is no class of a tokenizer"

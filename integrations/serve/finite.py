@@ -12,6 +12,7 @@ from urllib.parse import unquote
 # Schemas of more parts are not looked through, nor are chains of more references from part to part.
 MOST_PARTS, MOST_ROUNDS = 10_000, 64
 FOR_PEOPLE = ("description", "title", "$comment")
+VALUES = ("const", "default", "enum", "examples")
 
 
 def can_end(schema: Any) -> bool:
@@ -73,20 +74,21 @@ def _parts(schema: Any) -> tuple[int, int]:
 
 def text_bytes(schema: Any) -> int:
     """Bytes of the names, texts and numbers of a schema in UTF-8, without the texts that only people read."""
-    count, waiting = 0, [schema]
+    count, waiting = 0, [(schema, True)]
     while waiting:
-        part = waiting.pop()
+        part, rules = waiting.pop()
         if isinstance(part, str):
             count += _bytes(part)
         elif isinstance(part, int | float) and not isinstance(part, bool):
             count += len(repr(part))
         elif isinstance(part, list):
-            waiting += part
+            waiting += [(value, rules) for value in part]
         elif isinstance(part, dict):
             for key, value in part.items():
                 count += _bytes(key)
-                if not (key in FOR_PEOPLE and isinstance(value, str)):
-                    waiting.append(value)
+                if not (rules and key in FOR_PEOPLE and isinstance(value, str)):
+                    # In a value that an answer must have, a `title` is as much a part of it as any other.
+                    waiting.append((value, rules and key not in VALUES))
     return count
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.config import Limits, check_config, limits_of_shapes
+from nstf.runtime.skeleton import exported
 from nstf_convert.checkpoint.memory import empty
 from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
 
@@ -103,7 +104,7 @@ def model_classes(config: Mapping[str, Any]) -> list[Any]:
         return []
     config_class = transformers.CONFIG_MAPPING[config["model_type"]]
     named = [
-        getattr(transformers, name, None)
+        exported(name)
         for name in config.get("architectures") or ()
         if isinstance(name, str) and name.isidentifier()
     ]

@@ -6,6 +6,7 @@ killed export left is removed by the next one of the same name.
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -142,7 +143,11 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
             _sync(partial)
             (partial / UNFINISHED).unlink(missing_ok=True)  # the card is its mark now
             _sync(partial)
-            _replace_folder(partial, output)
+            check_destination(output, overwrite)  # syncing may have taken minutes
+            if overwrite:
+                _replace_folder(partial, output)
+            else:
+                _move_folder(partial, output)
         _sync(output.parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -230,6 +235,18 @@ def _replace_files(files: list[Path], output: Path) -> None:
     for file in files:
         if file not in parts:
             file.replace(output)
+
+
+def _move_folder(partial: Path, output: Path) -> None:
+    """`partial` under the name `output`, in the place of nothing or of an empty folder."""
+    try:
+        partial.rename(output)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise UsageError(
+                f"the output {output} exists: give a new or empty folder, or `overwrite`"
+            ) from error
+        raise
 
 
 def _replace_folder(partial: Path, output: Path) -> None:

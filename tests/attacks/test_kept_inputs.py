@@ -220,6 +220,13 @@ def test_nor_tiles_that_were_measured_for_a_file(folder: Path) -> None:
     (folder / "m.sm_90.tiles.json").write_bytes(b"measured")
     words = ["place", "m.nstf", "--measure", "--save-machine", "m.sm_90.tiles.json"]
     assert run(words) == 2 and (folder / "m.sm_90.tiles.json").read_bytes() == b"measured"
+    # An artifact may have any name.
+    for name in ("art", "art.bin"):
+        (folder / "m.nstf").rename(folder / name)
+        (folder / "art.sm_90.tiles.json").write_bytes(b"measured")
+        with pytest.raises(UsageError, match="is read with"):
+            keep_inputs(folder / "art.sm_90.tiles.json", [folder / name])
+        (folder / name).rename(folder / "m.nstf")
 
 
 @pytest.mark.parametrize("target", ["gguf", "onnx"])

@@ -1,5 +1,7 @@
 """The meta skeleton against the same model constructed as usual."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.skeleton import build_skeleton, parameter_names, tied_aliases
+from nstf.runtime.skeleton import build_skeleton, exported, parameter_names, tied_aliases
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "BertModel",
@@ -104,3 +106,32 @@ def test_code_named_in_the_config_is_never_imported(tiny: ModuleType, tmp_path: 
         "quantization_config": {"quant_method": "x"},
     }
     assert type(build_skeleton(config)).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "name", ["Trainer", "TextGenerationPipeline", "pipelines", "trainer", "TrainingArguments"]
+)
+def test_names_in_a_file_import_nothing_but_models_and_their_inputs(name: str) -> None:
+    """transformers imports the module of any name that it is asked for."""
+    code = (
+        "import sys; from nstf.errors import UnsupportedError\n"
+        "from nstf.runtime.skeleton import build_skeleton\n"
+        "from nstf.runtime.tokenizer_files import tokenizer_from_files\n"
+        "import json; from transformers import AutoTokenizer; before = set(sys.modules)\n"
+        "for call in (lambda: build_skeleton({'model_type': 'llama', 'architectures': [sys.argv[1]]}),\n"
+        "             lambda: tokenizer_from_files({'tokenizer_config.json': json.dumps(\n"
+        "                 {'tokenizer_class': sys.argv[1]}).encode()}, 'x')):\n"
+        "    try: call(); sys.exit('it was taken')\n"
+        "    except UnsupportedError: pass\n"
+        "new = set(sys.modules) - before\n"
+        "sys.exit(' '.join(sorted(m for m in new if m.startswith(('transformers.trainer', 'transformers.pipelines',\n"
+        "    'transformers.training_args', 'transformers.integrations.integration_utils')))) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_transformers_has_for_models_is_found() -> None:
+    for name in ("LlamaForCausalLM", "LlamaConfig", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "ProcessorMixin",
+                 "WhisperFeatureExtractor", "CLIPImageProcessor", "BaseImageProcessor", "PreTrainedModel"):  # fmt: skip
+        assert isinstance(exported(name), type), name

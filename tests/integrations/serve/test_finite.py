@@ -130,6 +130,10 @@ def test_texts_are_counted_but_those_for_people() -> None:
     said = {"title": "x" * 100, "description": "y" * 100, "$comment": "z"}
     assert text_bytes(said | {"type": "string"}) == len("titledescription$commenttypestring")
     assert text_bytes({"properties": {"title": {"const": "abc"}}}) == len("propertiestitleconstabc")
+    # There a title is what the answer must have.
+    for where in ("const", "enum", "default", "examples"):
+        said = {where: {"title": "x" * 50} if where == "const" else [{"title": "x" * 50}]}
+        assert text_bytes({"anyOf": [said]}) == len(f"anyOf{where}title") + 50
     assert text_bytes({"enum": ["\U0001f600", "\ud800"]}) == len("enum") + 4 + 3
     assert text_bytes({"enum": [12, -0.5, True, None]}) == len("enum") + 2 + 4
 

@@ -22,7 +22,8 @@ def killed(output: Path) -> None:
 
 def export(output: Path, content: bytes) -> None:
     with writing.staged(output, overwrite=True) as folder:
-        (folder / "whole").write_bytes(content)
+        (folder / "README.md").write_text(f"{writing.MARK}\n")
+        (folder / "config.json").write_bytes(content)
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next_of_its_name(tmp_path: Path) -> None:
@@ -38,9 +39,9 @@ def test_what_a_killed_export_left_is_removed_by_the_next_of_its_name(tmp_path: 
 
 def test_the_files_of_an_export_at_work_stay(tmp_path: Path) -> None:
     with writing.staged(tmp_path / "x", overwrite=True) as folder:
-        (folder / "whole").write_bytes(b"first")
+        (folder / "config.json").write_bytes(b"first")
         export(tmp_path / "x", b"second")
-        assert (folder / "whole").read_bytes() == b"first"
+        assert (folder / "config.json").read_bytes() == b"first"
     assert [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()] == [b"first"]
 
 
@@ -52,7 +53,38 @@ def test_an_older_export_is_replaced_whether_the_system_can_exchange_names_or_no
         monkeypatch.setattr(writing, "_exchange", lambda *_: False)
     export(tmp_path / "x", b"first"), export(tmp_path / "x", b"second")
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x" / "whole").read_bytes() == b"second"
+    assert (tmp_path / "x" / "config.json").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("when", ["while files are synced", "after the last look"])
+def test_a_folder_that_appears_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool, when: str
+) -> None:
+    """It was exchanged for the export, and removed."""
+
+    def appear(*_: object) -> None:
+        (tmp_path / "x").mkdir(exist_ok=True)
+        (tmp_path / "x" / "notes.txt").write_text("precious")
+
+    if when == "after the last look":
+        if overwrite:
+            pytest.skip("what --overwrite replaces, a look decides")
+        monkeypatch.setattr(writing, "check_destination", appear)
+    else:
+        monkeypatch.setattr(writing, "_sync", appear)
+    with pytest.raises(UsageError, match=r"exists|no export"):
+        with writing.staged(tmp_path / "x", overwrite=overwrite) as folder:
+            (folder / "README.md").write_text(f"{writing.MARK}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes.txt"]
+
+
+def test_an_empty_folder_becomes_the_export(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with writing.staged(tmp_path / "x") as folder:
+        (folder / "README.md").write_text(f"{writing.MARK}\n")
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["README.md"]
 
 
 def test_folders_of_like_names_that_are_not_ours_stay(tmp_path: Path) -> None:
