@@ -240,9 +240,13 @@ def pack_words(codes: Tensor, layout: Layout) -> Tensor:
     """Stored codes u8 [rows, bytes] -> i32 [words], plane after plane, row after row."""
     rows, cols = layout.rows, layout.cols
     out = torch.empty(layout.words, dtype=torch.int32, device=codes.device)
-    step = max(1, _CODES_AT_ONCE // layout.padded)
+    # On a GPU starting the launches takes longer than their work: fewer of them.
+    step = max(1, _CODES_AT_ONCE * (4 if codes.is_cuda else 1) // layout.padded)
     for start in range(0, rows, step):
         stop = min(rows, start + step)
+        if layout.bits == 4:
+            out[start * layout.width(4) : stop * layout.width(4)] = _nibble_words(codes[start:stop], layout)
+            continue
         part = bitpack.unpack(codes[start:stop], layout.bits, cols)
         part = torch.nn.functional.pad(part, (0, layout.padded - cols))
         at = 0
@@ -253,6 +257,17 @@ def pack_words(codes: Tensor, layout: Layout) -> Tensor:
             at += rows * width
     _written(out)
     return out
+
+
+def _nibble_words(codes: Tensor, layout: Layout) -> Tensor:
+    """`pack_words` of 4-bit codes, u8 [rows, bytes] -> i32 [words]: the bytes as words, whose nibbles change places."""
+    part = torch.nn.functional.pad(codes, (0, layout.padded // 2 - codes.shape[1]))
+    # Of word i of a chunk four bytes, LANES apart: low nibbles first, then high ones.
+    word = part.view(len(part), -1, 4, LANES).transpose(2, 3).contiguous().view(torch.int32).view(-1)
+    for mask, shift in ((0x00F000F0, 4), (0x0000FF00, 8)):
+        moved = ((word >> shift) ^ word) & mask  # swaps the bits under the mask with those `shift` above
+        word ^= moved | (moved << shift)
+    return word
 
 
 def _written(array: Tensor) -> None:

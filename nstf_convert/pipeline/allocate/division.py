@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from nstf.errors import UsageError
-from nstf.kernels.formats import FormatError, Node
+from nstf.kernels.formats import FormatError, Node, rotated
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.kernels.formats.trellis import SIDE
 from nstf.quantizers.rounding.sections import dealt_out
@@ -16,7 +16,7 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table
 from nstf_convert.pipeline.propose.units import Unit
 
-# What candidates of a tensor are expected to lose, by a closed form.
+# What candidates of a tensor, all of one method, are expected to lose, by a closed form.
 Losses = Callable[[Unit, Sequence[Recipe]], Sequence[float]]
 
 
@@ -45,30 +45,35 @@ class Divisions:
 
         Where rows with rates of their own are cut, as candidates whose rates are dealt out within each rank's rows: as many
         tiles of each rate for every rank, so that none holds more bytes than another. Their expected loss grows by what that
-        takes from the rows that matter most, which may all be those of one rank.
+        takes from the rows that matter most, which may all be those of one rank. Where a rank's columns are no whole blocks
+        of a rotation, in smaller blocks.
         """
         found = [(c, self._kept(unit, c)) for c in candidates]
-        moved = [(c, k) for c, k in found if k is not None and k is not c.recipe]
-        if not moved:
-            return [c for c, k in found if k is not None]
-        losses = iter(self._losses(unit, [r for c, k in moved for r in (c.recipe, k)]))
+        moved = [at for at, (c, k) in enumerate(found) if k is not None and k is not c.recipe]
+        grown: dict[int, float] = {}
+        for method in dict.fromkeys(found[at][0].recipe.method for at in moved):
+            places = [at for at in moved if found[at][0].recipe.method == method]
+            wanted = [r for at in places for r in (found[at][0].recipe, found[at][1]) if r is not None]
+            losses = self._losses(unit, wanted)
+            grown |= {at: _ratio(*losses[2 * i : 2 * i + 2]) for i, at in enumerate(places)}
         out = []
-        for candidate, recipe in found:
-            if recipe is None:
-                continue
-            if recipe is not candidate.recipe:
-                free, ranked = next(losses), next(losses)
-                tree, size = price(unit, recipe)
-                loss = candidate.loss * (ranked / free if free > 0 else 1.0)
-                candidate = Candidate(recipe, tree, size, loss)
-            out.append(candidate)
+        for at, (candidate, recipe) in enumerate(found):
+            if recipe is not None and recipe is not candidate.recipe:
+                candidate = Candidate(recipe, *price(unit, recipe), candidate.loss * grown[at])
+            if recipe is not None:
+                out.append(candidate)
         return out
 
     def _kept(self, unit: Unit, candidate: Candidate) -> Recipe | None:
-        """The candidate's own recipe, one with rates that are dealt out, or None."""
+        """The candidate's own recipe, one with rates that are dealt out or with smaller blocks, or None."""
         recipe = candidate.recipe
-        if all(d.holds(unit.name, candidate.tree, unit.shape) for d in self._all):
+        if self._held(unit, candidate.tree):
             return recipe
+        if candidate.tree.kind == rotated.KIND:
+            for block in (b for b in rotated.BLOCKS if b < candidate.tree.params.block_in):
+                turned = Recipe(recipe.method, {**recipe.params, "block": block})
+                if self._held(unit, price(unit, turned)[0]):
+                    return turned
         if recipe.method != "trellis" or "sections" not in recipe.params or unit.permute is not None:
             return None
         ranges = math.lcm(*(d.ranks for d in self._all))
@@ -85,8 +90,17 @@ class Divisions:
         dealt = {"sections": [list(section) for section in sections], "ranges": ranges}
         return Recipe(recipe.method, {**recipe.params, **dealt})
 
+    def _held(self, unit: Unit, tree: Node) -> bool:
+        """Whether a tensor stored so can be divided among all numbers of ranks."""
+        return all(d.holds(unit.name, tree, unit.shape) for d in self._all)
+
     def table(self, table: Table, units: Mapping[str, Unit]) -> Table:
         """The table with these alone; a tensor's own values can always be divided."""
         return replace(
             table, candidates={n: self.kept(units[n], found) for n, found in table.candidates.items()}
         )
+
+
+def _ratio(free: float, ranked: float) -> float:
+    """By what the expected loss grows."""
+    return ranked / free if free > 0 else 1.0

@@ -10,7 +10,7 @@ import torch
 
 from nstf.quantizers.stats import Stats
 from nstf.runtime.artifact import open_artifact
-from nstf.runtime.tensor_parallel import tensor_parts
+from nstf.runtime.tensor_parallel import Division, tensor_parts
 from nstf_convert.cli import run
 from nstf_convert.pipeline.allocate.division import Divisions
 from nstf_convert.pipeline.calibrate import make
@@ -75,6 +75,28 @@ def test_what_dealing_out_rates_costs_is_expected() -> None:
     free, dealt = losses(unit, [made[0].recipe, ranked.recipe])
     assert dealt > 2 * free and ranked.loss == pytest.approx(3 * dealt)
     assert ranked.size_bytes > made[0].size_bytes and ranked.tree != made[0].tree
+
+
+def test_rotations_have_blocks_that_ranks_hold_whole() -> None:
+    unit = Unit("model.layers.0.mlp.down_proj.weight", (128, 384), "bfloat16", "down", uses=("linear",))
+    weight = torch.randn(128, 384, generator=torch.Generator().manual_seed(0))
+    config = json.loads((SAMPLE / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 384}
+
+    def losses(unit: Unit, wanted: Sequence[Recipe]) -> list[float]:
+        return recipes.estimate_many(wanted, weight, Stats(), 1)
+
+    recipe = Recipe("trellis", {"quarter_bits": 12})
+    made = Candidate(recipe, *price(unit, recipe), 1.0)
+    assert made.tree.params.block_in == 128
+    for ranks, block in ((2, 64), (4, 32)):  # 192 columns of a rank, and 96
+        (kept,) = Divisions(config, {}, [ranks], losses).kept(unit, [made])
+        assert kept.recipe.params == {"quarter_bits": 12, "block": block}
+        assert kept.tree.params.block_in == block
+        encoded = recipes.encode(kept.recipe, weight, Stats(), 1)
+        parts = Division(config, ranks).spans(unit.name, encoded.tree, unit.shape)
+        assert parts is not None and len(parts) == ranks
+    # 48 columns, of which no block is a divisor: as without rotation nothing is left of it.
+    assert Divisions(config, {}, [8], losses).kept(unit, [made]) == []
 
 
 @pytest.mark.parametrize(
