@@ -72,7 +72,8 @@ _CHUNK = 1 << 22  # weights at a time where only sums over rows are wanted
 @dataclass(frozen=True)
 class Params:
     """`quarter_bits` 4..24 for all rows, or `sections` ((quarter bits, rows), ...) from the rows whose errors matter
-    most to those that matter least, with as many tiles of 16 rows of each in all of `ranges` equal parts of the rows;
+    most to those that matter least, with as many tiles of 16 rows of each in all of `ranges` equal parts of the rows
+    or, if they need not be `even`, with whole tiles in each part;
     `scale_bits` 8 or 16 per row; `block`: Hadamard block along the columns (0: none); `rounding` nearest or ldlq;
     `damping` as in the other quantisers; `lead` axes make the rows.
     """
@@ -80,6 +81,7 @@ class Params:
     quarter_bits: int = 12
     sections: tuple[tuple[int, int], ...] = ()
     ranges: int = 1
+    even: bool = True
     scale_bits: int = 8
     block: int = 0
     rounding: str = "nearest"
@@ -138,15 +140,16 @@ def estimate(weight: Tensor, params: Params, stats: Stats | None = None) -> floa
 def estimate_many(weight: Tensor, params: Sequence[Params], stats: Stats | None = None) -> list[float]:
     """`estimate` for several params; the weight is read once."""
     energies = {p.lead: row_energy(weight, p, stats) for p in {p.lead: p for p in params}.values()}
-    sums: dict[tuple[int, int], list[float]] = {}
+    sums: dict[tuple[int, int, bool], list[float]] = {}
     lost: dict[tuple[int, int, int, float, str], float] = {}
     out = []
     for p in params:
         energy = energies[p.lead]
-        if (p.lead, p.ranges) not in sums or p.ranges > 1:
-            order = row_order(energy, p.ranges, _sections(p, len(energy)))  # also checks the sections
-            sums[p.lead, p.ranges] = [0.0, *energy[order].cumsum(0).tolist()]
-        total, at, cumulative = 0.0, 0, sums[p.lead, p.ranges]
+        dealt = p.lead, p.ranges, p.even
+        if dealt not in sums or p.ranges > 1:
+            order = row_order(energy, p.ranges, _sections(p, len(energy)), p.even)  # also checks the sections
+            sums[dealt] = [0.0, *energy[order].cumsum(0).tolist()]
+        total, at, cumulative = 0.0, 0, sums[dealt]
         for q, n in _sections(p, len(cumulative) - 1):
             key = q, p.lead, p.block, p.damping, p.rounding
             if key not in lost:
@@ -302,7 +305,7 @@ def _plan(weight: Tensor, params: Params, stats: Stats | None) -> _Plan:
     sizes = _sections(params, rows)
     if sum(n for _, n in sizes) != rows:
         raise ValueError(f"the sections do not add up to {rows} rows")
-    order = row_order(weighted(energy, stats), params.ranges, sizes)
+    order = row_order(weighted(energy, stats), params.ranges, sizes, params.even)
     number = torch.empty(rows, dtype=torch.int64, device=matrix.device)
     deviation, metric, leaf = energy.sqrt() / unit, _metric(stats, params, _up(cols)), _leaf(params)
     sections, at = [], 0

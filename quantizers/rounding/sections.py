@@ -74,26 +74,31 @@ def dealt_out(sections: Sequence[tuple[int, int]], ranges: int) -> tuple[tuple[i
     return tuple(found)
 
 
-def row_order(energy: Tensor, ranges: int, sections: Sequence[tuple[int, int]]) -> Tensor:
+def row_order(energy: Tensor, ranges: int, sections: Sequence[tuple[int, int]], even: bool = True) -> Tensor:
     """The rows from those whose errors matter most to those that matter least, int64 [rows].
 
     With several ranges they are sorted within each, and go in turn, a tile of 16 rows of each range: every section then has
     as many tiles of one range as of another, and ranks that each hold one take equally many bytes, however much more the
-    rows of one matter. Raises ValueError where rows or sections do not make whole tiles of each.
+    rows of one matter. Not so if `even` is false: then the tiles go by how much they matter, and every range has whole
+    tiles of each section, one more than another. Raises ValueError where rows or sections do not make whole tiles (of each).
     """
     if ranges == 1:
         return torch.argsort(energy, descending=True, stable=True)
     rows = len(energy)
     if ranges < 1 or rows % (ranges * form.SIDE):
         raise ValueError(f"{rows} rows are not {ranges} ranges of whole tiles of {form.SIDE}")
-    uneven = [n for _, n in sections if n % (ranges * form.SIDE)]
+    uneven = [n for _, n in sections if n % ((ranges if even else 1) * form.SIDE)]
     if uneven:
-        raise ValueError(
-            f"a section of {uneven[0]} rows has no whole tiles of {form.SIDE} of each of {ranges} ranges"
-        )
-    within = torch.argsort(energy.view(ranges, -1), dim=1, descending=True, stable=True)
+        each = f" of each of {ranges} ranges" if even else ""
+        raise ValueError(f"a section of {uneven[0]} rows has no whole tiles of {form.SIDE}{each}")
+    found, within = torch.sort(energy.view(ranges, -1), dim=1, descending=True, stable=True)
     first = torch.arange(ranges, device=energy.device)[:, None] * (rows // ranges)
-    return (within + first).view(ranges, -1, form.SIDE).transpose(0, 1).reshape(-1)
+    tiles = (within + first).view(ranges, -1, form.SIDE).transpose(0, 1).reshape(-1, form.SIDE)
+    if not even:
+        # In turn at first: of tiles that matter alike those of all ranges have the same chance.
+        matters = found.view(ranges, -1, form.SIDE).sum(2).T.reshape(-1)
+        tiles = tiles[torch.argsort(matters, descending=True, stable=True)]
+    return tiles.reshape(-1)
 
 
 def mean_square(matrix: Tensor) -> Tensor:

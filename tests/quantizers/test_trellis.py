@@ -113,6 +113,28 @@ def test_every_rank_takes_as_many_bytes_however_much_more_the_rows_of_one_matter
     assert loss(weight, decode(encoded), stats) == pytest.approx(after, rel=0.25)
 
 
+def test_ranks_may_have_more_of_a_rate_than_others():
+    weight, stats = problem(1024)
+    weight[:128] *= 30
+    weight[512:640] *= 0.01
+    free = trellis.Params(sections=((24, 128), (12, 512), (4, 384)))
+    params = replace(free, ranges=8, even=False)
+    encoded = trellis.encode(weight, params, stats)
+    assert (
+        encoded.tree == trellis.tree(free)
+        and encoded.size_bytes == trellis.encode(weight, free, stats).size_bytes
+    )
+    parts = [shard(encoded, Span(0, 128 * i, 128 * (i + 1))) for i in range(8)]
+    # All of the highest rate's rows are the first rank's.
+    assert [24 in part.tree.params.quarter_bits for part in parts] == [True] + [False] * 7
+    assert torch.equal(torch.cat([decode(part) for part in parts]), decode(encoded))
+    before, after = trellis.estimate_many(weight, [free, params], stats)
+    assert before <= after < 1.15 * before
+    assert loss(weight, decode(encoded), stats) == pytest.approx(after, rel=0.25)
+    with pytest.raises(ValueError, match="a section of 120 rows has no whole tiles of 16"):
+        trellis.encode(weight, replace(params, sections=((24, 120), (12, 904))), stats)
+
+
 def test_sections_move_by_as_little_as_equal_parts_take():
     assert dealt_out([(16, 128), (12, 192), (8, 192)], 4) == ((16, 128), (12, 192), (8, 192))
     assert dealt_out([(16, 64), (12, 16), (8, 176)], 8) == ((16, 128), (8, 128))

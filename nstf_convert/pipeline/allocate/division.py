@@ -16,6 +16,8 @@ from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.propose.table import Table
 from nstf_convert.pipeline.propose.units import Unit
 
+# Ranks have parts of different sizes where those of the same size lose so many times as much.
+EVEN = 1.02
 # What candidates of a tensor, all of one method, are expected to lose, by a closed form.
 Losses = Callable[[Unit, Sequence[Recipe]], Sequence[float]]
 
@@ -44,51 +46,58 @@ class Divisions:
         """Those of a tensor that can be divided among all numbers of ranks.
 
         Where rows with rates of their own are cut, as candidates whose rates are dealt out within each rank's rows: as many
-        tiles of each rate for every rank, so that none holds more bytes than another. Their expected loss grows by what that
-        takes from the rows that matter most, which may all be those of one rank. Where a rank's columns are no whole blocks
-        of a rotation, in smaller blocks.
+        tiles of each rate for every rank, so that none holds more bytes than another, or only whole tiles where that would
+        lose more (EVEN): the rows that matter most may all be those of one rank, as frequent words in a vocabulary are.
+        Where a rank's columns are no whole blocks of a rotation, in smaller blocks.
         """
         found = [(c, self._kept(unit, c)) for c in candidates]
-        moved = [at for at, (c, k) in enumerate(found) if k is not None and k is not c.recipe]
-        grown: dict[int, float] = {}
-        for method in dict.fromkeys(found[at][0].recipe.method for at in moved):
-            places = [at for at in moved if found[at][0].recipe.method == method]
-            wanted = [r for at in places for r in (found[at][0].recipe, found[at][1]) if r is not None]
-            losses = self._losses(unit, wanted)
-            grown |= {at: _ratio(*losses[2 * i : 2 * i + 2]) for i, at in enumerate(places)}
+        losses: dict[tuple[int, int], float] = {}
+        for method in dict.fromkeys(c.recipe.method for c, _ in found):
+            places = [
+                at for at, (c, own) in enumerate(found) if c.recipe.method == method and own != [c.recipe]
+            ]
+            wanted = [(at, i, r) for at in places for i, r in enumerate([found[at][0].recipe, *found[at][1]])]
+            if wanted:
+                made = self._losses(unit, [recipe for *_, recipe in wanted])
+                losses |= {(at, i): lost for (at, i, _), lost in zip(wanted, made, strict=True)}
         out = []
-        for at, (candidate, recipe) in enumerate(found):
-            if recipe is not None and recipe is not candidate.recipe:
-                candidate = Candidate(recipe, *price(unit, recipe), candidate.loss * grown[at])
-            if recipe is not None:
+        for at, (candidate, own) in enumerate(found):
+            if own == [candidate.recipe]:
                 out.append(candidate)
+            elif own:
+                free, lost = losses[at, 0], [losses[at, i] for i in range(1, len(own) + 1)]
+                best = next(i for i, each in enumerate(lost) if each <= EVEN * min(lost))
+                grown = lost[best] / free if free > 0 else 1.0
+                out.append(Candidate(own[best], *price(unit, own[best]), candidate.loss * grown))
         return out
 
-    def _kept(self, unit: Unit, candidate: Candidate) -> Recipe | None:
-        """The candidate's own recipe, one with rates that are dealt out or with smaller blocks, or None."""
+    def _kept(self, unit: Unit, candidate: Candidate) -> list[Recipe]:
+        """The candidate's own recipe, or others in its place, the preferred one first: with rates that are dealt out, or
+        with smaller blocks. [] where there is none."""
         recipe = candidate.recipe
         if self._held(unit, candidate.tree):
-            return recipe
+            return [recipe]
         if candidate.tree.kind == rotated.KIND:
             for block in (b for b in rotated.BLOCKS if b < candidate.tree.params.block_in):
                 turned = Recipe(recipe.method, {**recipe.params, "block": block})
                 if self._held(unit, price(unit, turned)[0]):
-                    return turned
+                    return [turned]
         if recipe.method != "trellis" or "sections" not in recipe.params or unit.permute is not None:
-            return None
+            return []
         ranges = math.lcm(*(d.ranks for d in self._all))
         each, left = divmod(unit.shape[0], ranges)
         try:
             spans = [s for d in self._all for s in d.spans(unit.name, candidate.tree, unit.shape) or ()]
         except FormatError:
-            return None
+            return []
         if left or each % SIDE or any(s.axis or s.start % each or s.stop % each for s in spans):
-            return None
-        sections = dealt_out([(int(q), int(n)) for q, n in recipe.params["sections"]], ranges)
-        if len(sections) == 1:
-            return None  # one rate for all rows is a candidate of its own
-        dealt = {"sections": [list(section) for section in sections], "ranges": ranges}
-        return Recipe(recipe.method, {**recipe.params, **dealt})
+            return []
+        free = [(int(q), int(n)) for q, n in recipe.params["sections"]]
+        # One rate for all rows is a candidate of its own.
+        even = [sections for sections in [dealt_out(free, ranges)] if len(sections) > 1]
+        made: list[dict[str, Any]] = [{"sections": [list(s) for s in sections]} for sections in even]
+        made += [{"even": False}] if all(n % SIDE == 0 for _, n in free) else []
+        return [Recipe(recipe.method, {**recipe.params, **own, "ranges": ranges}) for own in made]
 
     def _held(self, unit: Unit, tree: Node) -> bool:
         """Whether a tensor stored so can be divided among all numbers of ranks."""
@@ -99,8 +108,3 @@ class Divisions:
         return replace(
             table, candidates={n: self.kept(units[n], found) for n, found in table.candidates.items()}
         )
-
-
-def _ratio(free: float, ranked: float) -> float:
-    """By what the expected loss grows."""
-    return ranked / free if free > 0 else 1.0

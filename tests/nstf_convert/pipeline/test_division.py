@@ -68,13 +68,31 @@ def test_what_dealing_out_rates_costs_is_expected() -> None:
     ):
         (expected,) = losses(unit, [recipe])
         made.append(Candidate(recipe, *price(unit, recipe), 3 * expected))
-    # Of the last one no rate but one is left, which is a candidate of its own.
-    ranked, whole = divisions.kept(unit, made)
+    # The first rows are one rank's: as much of each rate for all would lose more than twice as much.
+    ranked, whole, few = divisions.kept(unit, made)
     assert whole is made[1]
-    assert ranked.recipe.params["sections"] == [[20, 192], [8, 320]] and ranked.recipe.params["ranges"] == 4
-    free, dealt = losses(unit, [made[0].recipe, ranked.recipe])
-    assert dealt > 2 * free and ranked.loss == pytest.approx(3 * dealt)
-    assert ranked.size_bytes > made[0].size_bytes and ranked.tree != made[0].tree
+    assert ranked.recipe.params == {"sections": [[20, 160], [8, 352]], "ranges": 4, "even": False}
+    even = Recipe("trellis", {"sections": [[20, 192], [8, 320]], "ranges": 4})
+    free, dealt, same = losses(unit, [made[0].recipe, ranked.recipe, even])
+    assert free <= dealt < 1.1 * free and same > 2 * free and ranked.loss == pytest.approx(3 * dealt)
+    assert (ranked.size_bytes, ranked.tree) == (made[0].size_bytes, made[0].tree)
+    # Of the last one dealt out evenly no rate but one is left, which is a candidate of its own.
+    assert few.recipe.params == {"sections": [[20, 16], [8, 496]], "ranges": 4, "even": False}
+
+
+def test_rows_that_matter_alike_are_dealt_out_evenly() -> None:
+    unit = Unit("model.layers.0.mlp.up_proj.weight", (512, 128), "bfloat16", "up", uses=("linear",))
+    weight = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
+    weight[::4] *= 30
+    config = json.loads((SAMPLE / "config.json").read_text()) | {"hidden_size": 128, "intermediate_size": 512}
+
+    def losses(unit: Unit, wanted: Sequence[Recipe]) -> list[float]:
+        return recipes.estimate_many(wanted, weight, Stats(), 1)
+
+    recipe = Recipe("trellis", {"sections": [[20, 160], [8, 352]]})
+    made = Candidate(recipe, *price(unit, recipe), 1.0)
+    (ranked,) = Divisions(config, {}, [2, 4], losses).kept(unit, [made])
+    assert ranked.recipe.params == {"sections": [[20, 192], [8, 320]], "ranges": 4}
 
 
 def test_rotations_have_blocks_that_ranks_hold_whole() -> None:
