@@ -115,10 +115,16 @@ def _wait_longer(descriptor: int) -> None:
         listening.listen(BACKLOG)
 
 
+def _addresses(host: str, port: int) -> list[Any]:
+    """Where a server of that name listens. As asyncio asks: `*` is this machine to one who asks for somewhere to connect
+    to, and every address to one who asks for where to listen."""
+    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+
+
 def is_local(host: str) -> bool:
     """Whether only this machine reaches a server there, however the address is spelt: `127.1` and `LOCALHOST`, too."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM) if host.strip() else []
+        found = _addresses(host, 0) if host.strip() else []
     except (OSError, ValueError):  # `run` says what is wrong with it
         return False
     addresses = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
@@ -143,7 +149,7 @@ def _check_host(host: str, port: int) -> None:
     try:
         if not host.strip():
             raise ValueError("it is empty")
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        _addresses(host, port)
     except (OSError, ValueError) as error:  # a UnicodeError, too: labels that are too long
         raise AddressError(
             f"cannot listen on {host[:100]!r}: {error}; give an address of this machine"

@@ -28,6 +28,8 @@ from nstf_convert.checkpoint.source import Source
 MAX_CONFIG_BYTES = 16 << 20
 PICKLES = (".bin", ".pt", ".pth")
 # Beside the weights of an adapter (PEFT).
+# Of what is left out of a config.json, named in what is said about it.
+NAMED = 50
 ADAPTER = "adapter_config.json"
 
 
@@ -146,9 +148,9 @@ def _with_config(path: Path, folder: Path, source: Source) -> Checkpoint:
             raw = load_json(read_small(file, MAX_CONFIG_BYTES), str(file))
             config, dropped = filter_config(raw, str(file))
             if dropped:
-                notes += (
-                    f"config.json: left out {', '.join(dropped[:10])}{' ...' if len(dropped) > 10 else ''}",
-                )
+                dropped.sort(key=lambda name: not name.endswith(")"))  # labels that were cut first
+                more = f" and {len(dropped) - NAMED} more" if len(dropped) > NAMED else ""
+                notes += (f"config.json: left out {', '.join(dropped[:NAMED])}{more}",)
         plan = plan_names(source.infos, config, str(path))
         if config is not None and plan.architecture is not None:
             config["architectures"] = [plan.architecture]

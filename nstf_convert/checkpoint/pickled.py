@@ -162,7 +162,7 @@ def _item_bytes(name: str) -> int:
     """Of a class of storages, or a type. Raises UnsupportedError for one that torch has not."""
     import torch
 
-    kind = getattr(torch, name, None)
+    kind = vars(torch).get(name)  # `getattr` would import a module of that name
     dtype = (
         torch.uint8 if name == "UntypedStorage" else getattr(kind, "_dtype", kind)
     )  # `dtype` warns of its class
@@ -185,4 +185,4 @@ def _check_name(module: str, name: str) -> None:
 def _is_type(name: str) -> bool:
     import torch
 
-    return name.endswith(_STORAGE) or isinstance(getattr(torch, name, None), torch.dtype)
+    return name.endswith(_STORAGE) or isinstance(vars(torch).get(name), torch.dtype)

@@ -32,7 +32,7 @@ class TensorInfo:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of that name. Raises ValueError for anything else."""
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")
     return dtype

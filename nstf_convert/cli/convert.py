@@ -79,10 +79,14 @@ def convert(
         data["tool"] = {**data["tool"], "command": shlex.join(["nstf", *sys.argv[1:]])}
     if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
         data["roofline"] = measure_roofline(result.output) if profile else None
-    taken = [path for path in report or [] if os.path.lexists(path) and not settings["force"]]
-    written = [path for path in report or [] if path not in taken]
-    for path in written:
-        write_report(path, data)
+    written: list[Path] = []
+    taken: list[Path] = []
+    for path in dict.fromkeys(report or []):
+        if os.path.lexists(path) and not settings["force"]:
+            taken.append(path)
+        else:
+            write_report(path, data)
+            written.append(path)
     if json:
         print_json({"output": str(result.output), "size_bytes": result.size_bytes,
                     "budget_bytes": result.budget_bytes, "report": data})  # fmt: skip

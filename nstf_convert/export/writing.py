@@ -17,7 +17,7 @@ from glob import escape
 from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
-from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
+from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault, place
 from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
 
 Files = list[tuple[str, int]]
@@ -135,9 +135,12 @@ def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> 
                 _sync(file)
         if single_file:
             files = [f for f in sorted(partial.iterdir()) if f.name != UNFINISHED]
-            check_files([output.with_name(f.name) for f in files], overwrite)
             _sync(partial)
-            _replace_files(files, output)
+            check_files([output.with_name(f.name) for f in files], overwrite)
+            if overwrite:
+                _replace_files(files, output)
+            else:
+                _move_files(files, output)
             _remove(partial)
         else:
             _sync(partial)
@@ -211,6 +214,26 @@ def _remove_stale(output: Path) -> None:
                 _remove(leftover)
             finally:
                 os.close(descriptor)
+
+
+def _move_files(files: list[Path], output: Path) -> None:
+    """Moves files beside `output`, that named `output.name` last, in the place of nothing. Where something has one of the
+    names meanwhile, those that were moved go again."""
+    moved: list[Path] = []
+    try:
+        for file in sorted(files, key=lambda f: f.name == output.name):
+            if file.name == output.name:
+                _sync(output.parent)
+            target = output.with_name(file.name)
+            try:
+                place(file, target, keep=True)
+            except NstfError as error:
+                raise UsageError(f"{target} exists: give another output, or `overwrite`") from error
+            moved.append(target)
+    except BaseException:  # Ctrl-C too
+        for file in moved:
+            file.unlink(missing_ok=True)
+        raise
 
 
 def _replace_files(files: list[Path], output: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_loopback_address_is_one_however_it_is_spelt(host: str, served: str) -
     assert allowed_hosts(host, "a key") is None
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "no.such.host.invalid", "a" * 300])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "no.such.host.invalid", "a" * 300])
 def test_an_address_that_others_reach_is_for_any_name(host: str) -> None:
     pytest.importorskip("uvicorn")
     from nstf.integrations.serve.server import allowed_hosts

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +241,22 @@ HOSTILE = {
     "a set": pickled(KEY, b"cbuiltins\nset\n", b")R"),
     "a type that is none": pickled(KEY, b"ctorch\nload\n", b")R"),
 }
+
+
+def test_names_in_a_pickle_import_nothing(tmp_path: Path) -> None:
+    """torch imports its compiler where somebody asks for `torch._dynamo`."""
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", pickled(KEY, b"ctorch\n_dynamo\n"))
+    code = (
+        "import sys, torch; from pathlib import Path; from nstf.errors import NstfError\n"
+        "from nstf_convert.checkpoint.pickled import check_pickle; before = set(sys.modules)\n"
+        "try: check_pickle(Path(sys.argv[1])); sys.exit('it was taken')\n"
+        "except NstfError: pass\n"
+        "sys.exit(' '.join(m for m in set(sys.modules) - before if m.startswith('torch')) or 0)\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "x.bin")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -80,6 +80,31 @@ def test_a_folder_that_appears_meanwhile_stays(
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("at", ["m.README.md", "m.onnx", "m.onnx.data"])
+def test_a_file_that_appears_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """It was replaced where it came after the last look."""
+    names, moved = ["m.README.md", "m.onnx", "m.onnx.data"], writing._move_files
+
+    def appear(files: list[Path], output: Path) -> None:
+        (tmp_path / at).write_text("precious")
+        moved(files, output)
+
+    monkeypatch.setattr(writing, "_move_files", appear)
+    with pytest.raises(UsageError, match=f"{at} exists: give another output"):
+        with writing.staged(tmp_path / "m.onnx", single_file=True) as folder:
+            for name in names:
+                (folder / name).write_bytes(b"new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(at, "precious")]
+    monkeypatch.setattr(writing, "_move_files", moved)
+    (tmp_path / at).unlink()
+    with writing.staged(tmp_path / "m.onnx", single_file=True) as folder:
+        for name in names:
+            (folder / name).write_bytes(b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_an_empty_folder_becomes_the_export(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with writing.staged(tmp_path / "x") as folder:
