@@ -146,6 +146,8 @@ def summarise(windows: Sequence[TokenScores]) -> Accuracy:
     kl = all_tokens.kl
     mean_kl, kl_se = _mean_se([w.kl for w in windows])
     top1, top1_se = _mean_se([w.top1 for w in windows])
+    if bool(all_tokens.nll_test.isnan().any()):
+        top1 = top1_se = math.nan  # the largest of NaN is no token
     nll_ref, nll_ref_se = _mean_se([w.nll_ref for w in windows])
     nll, nll_se = _mean_se([w.nll_test for w in windows])
     shift, shift_se = _mean_se([w.nll_test - w.nll_ref for w in windows])

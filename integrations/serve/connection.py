@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import resource
+import socket
+import struct
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,6 +25,8 @@ LOOK_EVERY = 100
 BURST = 16
 # Descriptors that connections leave for files, and for those that are taken only to be told that there are too many.
 SPARE = 2 * BURST
+# Of SO_LINGER: on, for no second.
+_AT_ONCE = struct.pack("ii", 1, 0)
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
@@ -96,7 +100,7 @@ class Connection(H11Protocol):
         been given up. uvicorn would wait for its client. before: bytes that lay here at the last look, of such a one."""
         untaken = self.transport.get_write_buffer_size() if self.transport.is_closing() else 0
         if untaken and untaken == before:
-            self.transport.abort()
+            self._drop()
         else:
             self._limit = self.loop.call_later(LOOK_SECONDS, self._look, untaken)
 
@@ -109,10 +113,15 @@ class Connection(H11Protocol):
         elif untaken < self._untaken:
             self._begin()
         elif self._again:
-            self.transport.abort()
+            self._drop()
         else:
             self._again = True
             self._limit = self.loop.call_later(SEND_SECONDS - HEAD_SECONDS, self._over)
+
+    def _drop(self) -> None:
+        """Ends the connection with all that lies here and in the system's memory, which would keep that for minutes."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        self.transport.abort()
 
 
 def _descriptors() -> float:

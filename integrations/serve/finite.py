@@ -12,6 +12,7 @@ from urllib.parse import unquote
 # Schemas of more parts are not looked through, nor are chains of more references from part to part.
 MOST_PARTS, MOST_ROUNDS = 10_000, 64
 FOR_PEOPLE = ("description", "title", "$comment")
+# Whose values are no rules but what an answer may be.
 VALUES = ("const", "default", "enum", "examples")
 
 
@@ -52,23 +53,24 @@ def choices_of(schema: Any) -> int:
 
 
 def _parts(schema: Any) -> tuple[int, int]:
-    count, choices, waiting = 0, 0, [schema]
+    count, choices, waiting = 0, 0, [(schema, True)]
     while waiting:
-        part = waiting.pop()
+        part, rules = waiting.pop()
         if isinstance(part, dict):
             count += len(part)
             for key, value in part.items():
-                if key == "enum" and isinstance(value, list):
+                within = rules and key not in VALUES
+                if rules and key == "enum" and isinstance(value, list):
                     inner = [v for v in value if isinstance(v, dict | list)]
                     # Each of these is a rule of the grammar; plain values are words of one pattern.
                     count += len(inner)
                     choices += len(value) - len(inner)
-                    waiting += inner
+                    waiting += [(v, within) for v in inner]
                 elif isinstance(value, dict | list):
-                    waiting.append(value)
+                    waiting.append((value, within))
         elif isinstance(part, list):
             count += len(part)
-            waiting += [v for v in part if isinstance(v, dict | list)]
+            waiting += [(v, rules) for v in part if isinstance(v, dict | list)]
     return count, choices
 
 

@@ -136,13 +136,14 @@ class Checkpoint:
         """The files that hold the tensors."""
         return sorted({Path(self._source.describe(name)) for name in self._source.infos})
 
-    def stamps(self) -> dict[Path, tuple[int, int]]:
-        """Of each of `paths` that is there now: its inode, and when it was last changed, in nanoseconds."""
+    def stamps(self) -> dict[Path, tuple[int, int, int]]:
+        """Of each of `paths` that is there now: its inode, when it was last written into and when anything of it last
+        changed, in nanoseconds. Programs put the former back (`cp -p`), and none can the latter."""
         found = {}
         for path in self.paths():
             with suppress(OSError):
                 at = path.stat()
-                found[path] = (at.st_ino, at.st_mtime_ns)
+                found[path] = (at.st_ino, at.st_mtime_ns, at.st_ctime_ns)
         return found
 
     @property

@@ -66,6 +66,12 @@ def convert(
     check_artifact_name(output)
     check_reports(report or [], output, inputs, settings["force"])
     keep_apart(settings["work_dir"], report or [])
+    work_dir = output.with_name(f"{output.name}.work").resolve()
+    for path in report or [] if settings["work_dir"] is None else []:
+        if work_dir in path.resolve().parents:
+            raise UsageError(
+                f"--report {path} lies in the work directory, which goes at the end: put it elsewhere"
+            )
     chosen = options.build_options(
         model, output, (budget, target_size, target_bpw, max_kl), settings, signatures=bool(report)
     )

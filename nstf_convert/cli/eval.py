@@ -81,6 +81,7 @@ def eval(
     options.check_file(artifact)
     if reference is not None:
         options.check_model(reference)
+    options.check_datasets(None if dataset is None else [str(dataset)])
     check_asked(reference, dataset, tasks, limit, min_accuracy, min_accuracy_norm, max_flips)
     for option, value, high in (("--max-kl", max_kl, math.inf), ("--max-p99-kl", max_p99_kl, math.inf),
                                 ("--min-top1", min_top1, 1.0), ("--max-ppl-ratio", max_ppl_ratio, math.inf),

@@ -230,7 +230,10 @@ def _group(
         reference_accuracy_norm=_mean_se(before_norm)[0],
         change=change,
         change_se=change_se,
-        flips=sum(test.raw[i] != reference.raw[i] for i in rows) / len(rows),
+        # A choice by NaN is none.
+        flips=math.nan
+        if any(test.raw[i] < 0 for i in rows)
+        else sum(test.raw[i] != reference.raw[i] for i in rows) / len(rows),
         lost=sum(b > a for a, b in zip(right, before, strict=True)),
         gained=sum(a > b for a, b in zip(right, before, strict=True)),
     )

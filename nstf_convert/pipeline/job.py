@@ -39,7 +39,7 @@ class Job:
         found = [digest for digest, _ in self._datasets]
         self._check_apart(found)
         # Where digests are of a part of the bytes.
-        written = [time_ns for _, time_ns in self._stamps.values()] if checkpoint.is_sampled else []
+        written = [written_ns for _, written_ns, _ in self._stamps.values()] if checkpoint.is_sampled else []
         times = dict(zip(TIMES, (written, [t for _, at in self._datasets for t in at]), strict=True))
         self.parts = {
             "checkpoint": checkpoint.fingerprint(),
@@ -82,16 +82,20 @@ class Job:
         """Whether files of the checkpoint have another time than when they were opened: one that is the same again may have
         been copied over itself, and have held anything in between. A file that took its place is another one."""
         now = self._checkpoint.stamps()
-        same = (path for path, (inode, _) in self._stamps.items() if path in now and now[path][0] == inode)
+        same = (path for path, (inode, *_) in self._stamps.items() if path in now and now[path][0] == inode)
         return any(now[path] != self._stamps[path] for path in same)
 
     def check_checkpoint(self) -> None:
         """Raises UsageError where the checkpoint was written into since it was opened: some of what was made is of the one,
         and some of the other. A file that took its place does no harm: the one that is open stays as it is."""
         if self.written_into():
-            raise UsageError(
-                f"{self._options.model} was written into while it was read: run again when it is complete"
-            )
+            raise self.changed()
+
+    def changed(self) -> UsageError:
+        """What is said of a checkpoint that was written into."""
+        return UsageError(
+            f"{self._options.model} was written into while it was read: run again when it is complete"
+        )
 
     def check_datasets(self) -> None:
         """Raises UsageError where a dataset is not what it was when the work directory was opened: what was made of it

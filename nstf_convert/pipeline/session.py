@@ -106,7 +106,7 @@ class Session:
                 self._open_work()
                 self._calibrate()
         except BaseException as error:
-            self._close(type(error))
+            self._close(type(error), error)
             raise
 
     def _open_model(self) -> None:
@@ -195,11 +195,15 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(kind)
+        self._close(kind, error)
 
-    def _close(self, kind: type[BaseException] | None) -> None:
+    def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         """Releases everything. A work directory of our own goes when nothing can resume it: after success, and
-        after a mistake in the input, whose correction makes it another session."""
+        after a mistake in the input, whose correction makes it another session.
+
+        Raises UsageError in the place of an error that is none of ours where the checkpoint was written into: it may have
+        held anything when it was read.
+        """
         if not self.helper and getattr(self, "calibration", None) is not None:
             self.helpers.close()
             self.beside.close()
@@ -217,6 +221,8 @@ class Session:
                 self.helpers.close()
                 self.beside.close()
                 self.work.discard_new()
+                if isinstance(error, Exception) and not isinstance(error, NstfError):
+                    raise self.job.changed() from error
         finally:
             self._opened.close()
 

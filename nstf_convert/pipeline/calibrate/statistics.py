@@ -114,6 +114,8 @@ def calibrate_model(
         both = reference_outputs(model, data, [*data.held_out, *data.report], tokens_per_batch, workers)
         for i, reference in enumerate(both):
             own = i - len(data.held_out)
+            if not bool(reference.isfinite().all()):
+                raise UnsupportedError("the model's outputs are not finite" + _DAMAGED)
             writer.add(f"reference:{i}" if own < 0 else f"report_reference:{own}", reference)
         writer.metadata = {
             **metadata,

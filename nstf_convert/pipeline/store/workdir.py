@@ -130,16 +130,16 @@ class WorkDir:
                 os.utime(self._lock.fileno())
                 # By the clock of the disk, as the results have it.
                 self._begun_ns = os.fstat(self._lock.fileno()).st_mtime_ns
-            self._check_job(dict(job), restart)
-            with disk_errors(path):
-                for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
-                    _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
-            _drop(path / CLAIMS)
             for folder in (path / name for name in (STORE, PIECES, CLAIMS)):
                 if not folder.is_dir() and os.path.lexists(folder):  # a file, or a link to nothing; whose?
                     raise UsageError(
                         f"{folder} is no folder, where results are kept: remove it, or choose another work directory"
                     )
+            self._check_job(dict(job), restart)
+            with disk_errors(path):
+                for folder in (path, *_result_folders(path / STORE), *_result_folders(path / PIECES)):
+                    _remove_named(folder, _PARTIAL)  # half-written when an earlier run was killed
+            _drop(path / CLAIMS)
         except BaseException:
             # Without a job.json the next run would take it for the user's.
             if self._own_lock and not os.path.lexists(path / "job.json"):

@@ -79,7 +79,7 @@ def test_names_and_entries_are_counted_but_those_of_enums() -> None:
 
 def test_values_of_all_enums_are_counted_together() -> None:
     assert choices_of({"properties": {"a": {"enum": [1, None, {}]}, "b": {"enum": ["x", ["y"]]}}}) == 3
-    assert choices_of({"enum": {"enum": [1]}, "required": ["a"], "const": [1, 2]}) == 1
+    assert choices_of({"enum": {"enum": [1]}, "required": ["a"], "const": [1, 2]}) == 0
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,8 @@ def test_texts_are_counted_but_those_for_people() -> None:
     said = {"title": "x" * 100, "description": "y" * 100, "$comment": "z"}
     assert text_bytes(said | {"type": "string"}) == len("titledescription$commenttypestring")
     assert text_bytes({"properties": {"title": {"const": "abc"}}}) == len("propertiestitleconstabc")
+    assert choices_of({"enum": [1, 2]}) == 2 and parts_of({"enum": [1, 2]}) == 1
+    assert choices_of({"const": {"enum": [1, 2]}}) == 0 and parts_of({"const": {"enum": [1, 2]}}) == 4
     # There a title is what the answer must have.
     for where in ("const", "enum", "default", "examples"):
         said = {where: {"title": "x" * 50} if where == "const" else [{"title": "x" * 50}]}

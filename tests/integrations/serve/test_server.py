@@ -31,6 +31,7 @@ def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
         get_write_buffer_size=lambda: waiting[0],
         abort=lambda: done.append("abort"),
         close=lambda: done.append("close"),
+        get_extra_info=lambda _: SimpleNamespace(setsockopt=lambda *_: done.append("reset")),
     )
     here._begin()
     waiting[0] = 5
@@ -43,11 +44,14 @@ def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
     here._over()
     assert done == []
     here._over()
-    assert done == ["abort"]  # none did for 60 s, which the end of a stream has as its other parts do
+    assert done == [
+        "reset",
+        "abort",
+    ]  # none did for 60 s, which the end of a stream has as its other parts do
     assert waits == [30, 30, 30, 30, 30]
     waiting[0] = 0
     here._over()
-    assert done == ["abort", "close"]
+    assert done == ["reset", "abort", "close"]
 
 
 WRONG: list[tuple[dict[str, Any], str | None]] = [

@@ -329,6 +329,14 @@ def test_a_report_that_appears_meanwhile_stays(nstf, pipeline, tiny, tmp_path, r
     assert nstf(*words, "--force").code == 0 and "tool" in json.loads(mine.read_text())
 
 
+def test_a_report_in_the_work_directory_is_refused(nstf, tiny, tmp_path):
+    """That goes at the end: the folder was missing after all the work."""
+    out = tmp_path / "m.nstf"
+    (tmp_path / "m.nstf.work").mkdir()
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", out, "--report", tmp_path / "m.nstf.work" / "r.json")
+    assert result.code == 2 and "lies in the work directory, which goes at the end" in result.err
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_report_takes_the_place_of_no_link_to_nothing(
     nstf, pipeline, tiny, tmp_path, report, monkeypatch, when

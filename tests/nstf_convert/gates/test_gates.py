@@ -21,7 +21,7 @@ from nstf_convert.gates.evaluate import (
 from nstf_convert.gates.junit import junit_xml
 from nstf_convert.gates.measuring import measure
 from nstf_convert.gates.sides import open_side
-from nstf_convert.measure import Similarity
+from nstf_convert.measure import Similarity, compare, summarise
 
 WINDOWS = ("--windows", "4", "--seq-len", "64")
 
@@ -112,6 +112,16 @@ def test_a_language_model_needs_text(evaluate, tiny, tmp_path):
     assert code == 2
     code, _, err = evaluate(tiny.same, "-r", tmp_path / "no", "--dataset", empty)
     assert code == 2 and "no such file or folder" in err
+    for missing in ("no/held.txt", tmp_path / "no"):
+        code, _, err = evaluate(tiny.same, "-r", tiny.folder, "--dataset", missing)
+        assert code == 2 and "--dataset: no such file" in err
+
+
+def test_the_top_token_of_nan_is_none():
+    scores = compare(torch.randn(3, 5), torch.full((3, 5), math.nan), torch.tensor([0, 1, 2]))
+    found = summarise([scores])
+    checks = check(Gates(min_top1=0.0), found)
+    assert math.isnan(found.top1) and [c.passed for c in checks] == [False]
 
 
 def test_a_figure_that_is_not_a_number_never_passes():

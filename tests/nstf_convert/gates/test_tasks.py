@@ -151,6 +151,8 @@ def test_a_score_that_is_not_a_number_is_never_right() -> None:
     group = summarise(questions, answers, None)[""]
     assert math.isnan(group.accuracy) and math.isnan(group.accuracy_norm)
     assert not any(check.passed for check in check_tasks(TaskGates(min_accuracy=0.0), group))
+    group = summarise(questions, answers, Answers((0,), (0,), ()))[""]
+    assert not any(check.passed for check in check_tasks(TaskGates(max_flips=1.0), group))
 
 
 def test_contexts_lose_their_oldest_tokens_and_a_choice_that_is_too_long_is_named(tiny) -> None:

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -471,21 +472,57 @@ def test_a_checkpoint_that_is_copied_over_itself_meanwhile_is_not_trusted(
     assert not list((tmp_path / "work").rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("restored", [False, True])
 def test_nor_one_that_is_written_into_while_the_file_is_written(
-    options, small, tmp_path, monkeypatch
+    options, small, tmp_path, monkeypatch, restored: bool
 ) -> None:
+    """restored: as by `cp -p`, which puts the time back."""
     model = shutil.copytree(small.folder, tmp_path / "model")
     file, story = model / "model.safetensors", importlib.import_module("nstf_convert.pipeline.convert")
     whole, real = file.read_bytes(), story.write_artifact
 
     def late(*given, **named):
+        before = file.stat()
         with file.open("r+b") as opened:
             opened.write(whole)
+        if restored:
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         return real(*given, **named)
 
     monkeypatch.setattr(story, "write_artifact", late)
     chosen = options(model=str(model))
     with pytest.raises(UsageError, match="model was written into while it was read"):
+        convert(chosen)
+    assert not chosen.output.exists()
+
+
+def test_what_fails_by_a_checkpoint_that_is_written_into_is_its_fault(
+    options, small, tmp_path, monkeypatch
+) -> None:
+    """It was an error of the solver's, by NaN, with no word of the checkpoint."""
+    model = shutil.copytree(small.folder, tmp_path / "model")
+    story = importlib.import_module("nstf_convert.pipeline.convert")
+
+    def late(run):
+        (model / "model.safetensors").touch()
+        raise ValueError("`c` must be an array of finite numbers")
+
+    monkeypatch.setattr(story, "_choose", late)
+    with pytest.raises(UsageError, match="model was written into while it was read"):
+        convert(options(model=str(model)))
+
+
+def test_a_model_that_computes_nan_where_it_is_only_measured_is_refused(options, small, monkeypatch) -> None:
+    statistics = importlib.import_module("nstf_convert.pipeline.calibrate.statistics")
+    real = statistics.reference_outputs
+
+    def spoiled(*given):
+        for i, found in enumerate(real(*given)):
+            yield torch.full_like(found, math.nan) if i == 1 else found
+
+    monkeypatch.setattr(statistics, "reference_outputs", spoiled)
+    chosen = options(("ratio", 0.6))
+    with pytest.raises(UnsupportedError, match="the model's outputs are not finite"):
         convert(chosen)
     assert not chosen.output.exists()
 
