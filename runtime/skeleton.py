@@ -81,6 +81,10 @@ def build_skeleton(
             # RWKV would halve weights in place before its first pass, so that float16 holds its sums. Encoded weights, and
             # those that are read when they are needed, are not written to; without it the numbers are the same.
             model_config.rescale_every = 0
+        # As `from_pretrained` does: models inside of others are built in what their config states (classifiers', say).
+        for part in (model_config, *(getattr(model_config, n, None) for n in model_config.sub_configs)):
+            if part is not None:
+                part.dtype = dtype
         with (
             _BUILDING,
             _default_dtype(dtype),

@@ -7,6 +7,7 @@ import gc
 import resource
 import socket
 import struct
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -36,6 +37,9 @@ class Connection(H11Protocol):
     """By h11, which refuses a head that is not whole after 16 KiB, or after what asyncio reads at once (256 KiB); httptools,
     uvicorn's own choice, takes heads of any size.
 
+    What a client does not take lies in the system's memory, too, also of a connection that was closed: the system ends one
+    by the same limit.
+
     A body has a limit of its own (`app.BODY_SECONDS`), and so has a stream that nobody reads (`stream.SEND_SECONDS`).
 
     Requests are not pipelined: what comes during an answer is dropped, and the connection ends after it. uvicorn would stop
@@ -49,6 +53,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        with suppress(OSError, AttributeError):  # a system without it
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_SECONDS))
         # The system gives the lowest number that is free: one near the limit says that few are.
         if transport.get_extra_info("socket").fileno() >= _descriptors() - SPARE:
             transport.write(_TOO_MANY)

@@ -14,6 +14,10 @@ MOST_PARTS, MOST_ROUNDS = 10_000, 64
 FOR_PEOPLE = ("description", "title", "$comment")
 # Whose values are no rules but what an answer may be.
 VALUES = ("const", "default", "enum", "examples")
+# Whose keys are names of the user's, each with a rule: a property may be called `const`.
+NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# What a part of a schema is: a rule with keywords, names with rules, or a value.
+_RULE, _RULES_BY_NAME, _VALUE = range(3)
 
 
 def can_end(schema: Any) -> bool:
@@ -53,14 +57,14 @@ def choices_of(schema: Any) -> int:
 
 
 def _parts(schema: Any) -> tuple[int, int]:
-    count, choices, waiting = 0, 0, [(schema, True)]
+    count, choices, waiting = 0, 0, [(schema, _RULE)]
     while waiting:
-        part, rules = waiting.pop()
+        part, kind = waiting.pop()
         if isinstance(part, dict):
             count += len(part)
             for key, value in part.items():
-                within = rules and key not in VALUES
-                if rules and key == "enum" and isinstance(value, list):
+                within = _kind_inside(kind, key)
+                if kind == _RULE and key == "enum" and isinstance(value, list):
                     inner = [v for v in value if isinstance(v, dict | list)]
                     # Each of these is a rule of the grammar; plain values are words of one pattern.
                     count += len(inner)
@@ -70,28 +74,36 @@ def _parts(schema: Any) -> tuple[int, int]:
                     waiting.append((value, within))
         elif isinstance(part, list):
             count += len(part)
-            waiting += [(v, rules) for v in part if isinstance(v, dict | list)]
+            waiting += [(v, kind) for v in part if isinstance(v, dict | list)]
     return count, choices
 
 
 def text_bytes(schema: Any) -> int:
     """Bytes of the names, texts and numbers of a schema in UTF-8, without the texts that only people read."""
-    count, waiting = 0, [(schema, True)]
+    count, waiting = 0, [(schema, _RULE)]
     while waiting:
-        part, rules = waiting.pop()
+        part, kind = waiting.pop()
         if isinstance(part, str):
             count += _bytes(part)
         elif isinstance(part, int | float) and not isinstance(part, bool):
             count += len(repr(part))
         elif isinstance(part, list):
-            waiting += [(value, rules) for value in part]
+            waiting += [(value, kind) for value in part]
         elif isinstance(part, dict):
             for key, value in part.items():
                 count += _bytes(key)
-                if not (rules and key in FOR_PEOPLE and isinstance(value, str)):
-                    # In a value that an answer must have, a `title` is as much a part of it as any other.
-                    waiting.append((value, rules and key not in VALUES))
+                if not (kind == _RULE and key in FOR_PEOPLE and isinstance(value, str)):
+                    waiting.append((value, _kind_inside(kind, key)))
     return count
+
+
+def _kind_inside(kind: int, key: str) -> int:
+    """What is under a key of a part. In a value that an answer must have, a `title` is as much a part of it as any other."""
+    if kind == _RULES_BY_NAME:
+        return _RULE
+    if kind == _VALUE or key in VALUES:
+        return _VALUE
+    return _RULES_BY_NAME if key in NAMES else _RULE
 
 
 def common_multiple(schema: Any, most: int) -> int:

@@ -34,8 +34,9 @@ MOST_MULTIPLE = 25_000
 # 60 MiB, a token of an answer up to 2.
 READ_BYTES = 128 << 20
 TOKEN_BYTES = 64 << 20
-# What is made of a tokenizer took 28 times the bytes of its JSON (128,000 tokens), and 15 MiB of one with 1,000 tokens.
-TOKENIZER_TIMES, TOKENIZER_BYTES = 40, 32 << 20
+# What is made of a tokenizer took 28 times the bytes of its JSON (128,000 tokens), 15 MiB of one with 1,000 tokens, and 115
+# times the bytes of 60,000 long tokens that begin unlike each other.
+TOKENIZER_TIMES, WORD_TIMES, TOKENIZER_BYTES = 30, 128, 32 << 20
 
 
 class TooComplex(NstfError):
@@ -91,8 +92,10 @@ class Grammars:
     """Makes grammars for one tokenizer. Raises ApiError where the library is missing or a schema is not understood,
     MemoryError where there is too little memory to read one."""
 
-    def __init__(self, tokenizer_json: str, vocab: int, ends: list[int]) -> None:
+    def __init__(self, tokenizer_json: str, vocab: int, ends: list[int], word_bytes: int = 0) -> None:
+        """word_bytes: of all tokens together."""
         self._stated = (tokenizer_json, vocab, ends)
+        self._word_bytes = word_bytes
         self._tokenizer: Any = None
         self._lock = Lock()
 
@@ -112,7 +115,8 @@ class Grammars:
                 raise wrong(
                     "response_format", "this model has no token that ends a text, which response_format needs"
                 )
-            _need(READ_BYTES + TOKENIZER_BYTES + TOKENIZER_TIMES * len(text))
+            own = TOKENIZER_TIMES * len(text.encode()) + WORD_TIMES * self._word_bytes
+            _need(READ_BYTES + TOKENIZER_BYTES + own)
             try:
                 with foreign_errors("response_format cannot be had with this model's tokenizer"):
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab, eos_token=ends)

@@ -75,9 +75,9 @@ class Service:
             self.prompts = Prompts(artifact, options.template)
             self.backend: Backend = self._backend(artifact)
         self.context = min(self.backend.context, options.context or self.backend.context)
-        self._grammars = Grammars(
-            self.prompts.fast.to_str(), self.backend.vocab, sorted(self.prompts.turn_ends)
-        )
+        fast = self.prompts.fast
+        words = sum(len(word.encode("utf-8", "replace")) for word in fast.get_vocab())
+        self._grammars = Grammars(fast.to_str(), self.backend.vocab, sorted(self.prompts.turn_ends), words)
 
     def _backend(self, artifact: Artifact) -> Backend:
         """The engine on a CPU, the captured decoder on a GPU; transformers where neither runs the model."""

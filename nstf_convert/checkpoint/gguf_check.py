@@ -39,6 +39,8 @@ SCALARS = {
     11: "<q",
     12: "<d",
 }
+# Of an array that becomes a list of true and false.
+MAX_BOOLS = 4096
 BOOL, STRING, ARRAY, UINT32 = 7, 8, 9, 4
 
 
@@ -172,7 +174,8 @@ def _array(cursor: _Cursor, where: str) -> "list[Any] | array[Any]":
     if sys.byteorder == "big":
         values.byteswap()
     cursor.at += count * smallest
-    return [bool(v) for v in values] if kind == BOOL else values
+    # What says something of each layer, say; a long one is nobody's, and lists take 8 times its bytes and more.
+    return [bool(v) for v in values] if kind == BOOL and count <= MAX_BOOLS else values
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:

@@ -135,3 +135,17 @@ def test_what_transformers_has_for_models_is_found() -> None:
     for name in ("LlamaForCausalLM", "LlamaConfig", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "ProcessorMixin",
                  "WhisperFeatureExtractor", "CLIPImageProcessor", "BaseImageProcessor", "PreTrainedModel"):  # fmt: skip
         assert isinstance(exported(name), type), name
+
+
+@pytest.mark.parametrize("stated", ["float32", "bfloat16"])
+def test_models_inside_of_others_are_built_in_the_wanted_type(stated: str) -> None:
+    """MiniMax' classifier had its decays in the type of its config, and could not be run in another."""
+    config = {
+        "model_type": "minimax", "architectures": ["MiniMaxForSequenceClassification"], "dtype": stated, "vocab_size": 50,
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        buffers = dict(build_skeleton(config, dtype=dtype).named_buffers())
+        decays = [value.dtype for name, value in buffers.items() if "decay" in name or "slope" in name]
+        assert decays == [dtype] * 4

@@ -52,8 +52,13 @@ def one_input(model: StreamedModel, batch: Batch) -> OneInput:
             if isinstance(value, Tensor):
                 kept.add(value)  # the gradient of the weight needs it
 
-    def after(columns: int, rows: int) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, args, out: found.append((out.numel() // rows, columns))
+    def after(columns: int, rows: int) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, out: Any) -> None:
+            # A router gives a tuple of what it chose: its products are one for each input.
+            places = out.numel() // rows if isinstance(out, Tensor) else args[0].numel() // columns
+            found.append((places, columns))
+
+        return note
 
     handles = []
     for _, module, _ in model.linear_modules():

@@ -132,6 +132,13 @@ def test_texts_are_counted_but_those_for_people() -> None:
     assert text_bytes({"properties": {"title": {"const": "abc"}}}) == len("propertiestitleconstabc")
     assert choices_of({"enum": [1, 2]}) == 2 and parts_of({"enum": [1, 2]}) == 1
     assert choices_of({"const": {"enum": [1, 2]}}) == 0 and parts_of({"const": {"enum": [1, 2]}}) == 4
+    # A property may be called so: what is under it is a rule.
+    for name in ("const", "enum", "default", "examples", "properties"):
+        rule = {"type": "string", "enum": ["a", "b"], "description": "x" * 50}
+        for names in ("properties", "$defs"):
+            said = {names: {name: rule}}
+            assert (parts_of(said), choices_of(said)) == (5, 2)
+            assert text_bytes(said) == len(f"{names}{name}typestringenumabdescription")
     # There a title is what the answer must have.
     for where in ("const", "enum", "default", "examples"):
         said = {where: {"title": "x" * 50} if where == "const" else [{"title": "x" * 50}]}

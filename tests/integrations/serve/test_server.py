@@ -54,6 +54,22 @@ def test_an_answer_that_is_still_being_taken_keeps_its_connection() -> None:
     assert done == ["reset", "abort", "close"]
 
 
+def test_the_system_ends_connections_that_take_nothing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that fits into the system's memory stood there for minutes after its connection was closed."""
+    pytest.importorskip("uvicorn")
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    from nstf.integrations.serve.connection import Connection
+
+    monkeypatch.setattr(H11Protocol, "connection_made", lambda *_: None)
+    here = object.__new__(Connection)
+    here._begin = lambda: None
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        with socket.create_connection(listening.getsockname()), listening.accept()[0] as own:
+            here.connection_made(SimpleNamespace(get_extra_info=lambda _: own))
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
 WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
