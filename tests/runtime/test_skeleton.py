@@ -108,26 +108,26 @@ def test_code_named_in_the_config_is_never_imported(tiny: ModuleType, tmp_path: 
     assert type(build_skeleton(config)).__name__ == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize(
-    "name", ["Trainer", "TextGenerationPipeline", "pipelines", "trainer", "TrainingArguments"]
-)
-def test_names_in_a_file_import_nothing_but_models_and_their_inputs(name: str) -> None:
+def test_names_in_a_file_import_nothing_but_models_and_their_inputs() -> None:
     """transformers imports the module of any name that it is asked for."""
     code = (
-        "import sys; from nstf.errors import UnsupportedError\n"
+        "import json, sys; from nstf.errors import UnsupportedError\n"
         "from nstf.runtime.skeleton import build_skeleton\n"
         "from nstf.runtime.tokenizer_files import tokenizer_from_files\n"
-        "import json; from transformers import AutoTokenizer; before = set(sys.modules)\n"
-        "for call in (lambda: build_skeleton({'model_type': 'llama', 'architectures': [sys.argv[1]]}),\n"
-        "             lambda: tokenizer_from_files({'tokenizer_config.json': json.dumps(\n"
-        "                 {'tokenizer_class': sys.argv[1]}).encode()}, 'x')):\n"
-        "    try: call(); sys.exit('it was taken')\n"
-        "    except UnsupportedError: pass\n"
+        "from transformers import AutoTokenizer; before = set(sys.modules)\n"
+        "for name in sys.argv[1:]:\n"
+        "    settings = {'tokenizer_config.json': json.dumps({'tokenizer_class': name}).encode()}\n"
+        "    for call in (lambda: build_skeleton({'model_type': 'llama', 'architectures': [name]}),\n"
+        "                 lambda: tokenizer_from_files(settings, 'x')):\n"
+        "        try: call(); sys.exit(name + ' was taken')\n"
+        "        except UnsupportedError: pass\n"
         "new = set(sys.modules) - before\n"
         "sys.exit(' '.join(sorted(m for m in new if m.startswith(('transformers.trainer', 'transformers.pipelines',\n"
         "    'transformers.training_args', 'transformers.integrations.integration_utils')))) or 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    names = ["Trainer", "TextGenerationPipeline", "pipelines", "trainer", "TrainingArguments"]
+    words = [sys.executable, "-c", code, *names]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
