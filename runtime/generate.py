@@ -272,6 +272,8 @@ def _inputs(tokenizer: Any, prompt: str, chat: bool, context: int | None) -> Ten
             raise UsageError("this tokenizer has no chat template: give it a plain text")
         message = [{"role": "user", "content": prompt}]
         text = apply_template(tokenizer, message)
+        if context is not None and library is not None:
+            check_length(text, context, library.get_vocab)  # a template may write more than it is given
         ids: Tensor = encode(tokenizer, text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     else:
         ids = encode(tokenizer, prompt, return_tensors="pt")["input_ids"]

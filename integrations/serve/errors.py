@@ -33,3 +33,9 @@ def _unicode(text: str) -> str:
 def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 about one field of the request."""
     return ApiError(400, message, param, code)
+
+
+def too_long(param: str, context: int) -> ApiError:
+    """A 400 about a prompt that is longer than the context, before its tokens are counted."""
+    message = f"the prompt is longer than this server's context of {context} tokens"
+    return wrong(param, message, "context_length_exceeded")

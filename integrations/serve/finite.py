@@ -106,6 +106,24 @@ def _kind_inside(kind: int, key: str) -> int:
     return _RULES_BY_NAME if key in NAMES else _RULE
 
 
+def joined_patterns(schema: Any) -> int:
+    """The regular expressions of a schema in which parts are joined (`allOf`, or a reference beside other keywords), so that
+    one text may have to follow all of them; 0 where none are."""
+    count, joins, waiting = 0, False, [(schema, _RULE)]
+    while waiting:
+        part, kind = waiting.pop()
+        if isinstance(part, list):
+            waiting += [(value, kind) for value in part if isinstance(value, dict | list)]
+        elif isinstance(part, dict):
+            if kind == _RULE:
+                beside = part.keys() - {"$ref", *FOR_PEOPLE, *NAMES}
+                joins |= "allOf" in part or ("$ref" in part and bool(beside))
+                named = part.get("patternProperties")
+                count += ("pattern" in part) + (len(named) if isinstance(named, dict) else 0)
+            waiting += [(v, _kind_inside(kind, k)) for k, v in part.items() if isinstance(v, dict | list)]
+    return count if joins else 0
+
+
 def common_multiple(schema: Any, most: int) -> int:
     """The least common multiple of all `multipleOf` of a schema without decimal points; above `most`: of the first ones."""
     found, waiting = 1, [schema]

@@ -10,7 +10,14 @@ from typing import Any
 
 from nstf.errors import NstfError
 from nstf.integrations.serve.errors import ApiError, wrong
-from nstf.integrations.serve.finite import can_end, choices_of, common_multiple, parts_of, text_bytes
+from nstf.integrations.serve.finite import (
+    can_end,
+    choices_of,
+    common_multiple,
+    joined_patterns,
+    parts_of,
+    text_bytes,
+)
 from nstf.runtime.memory_limit import has_room
 from nstf.runtime.tokenizing import foreign_errors
 
@@ -30,6 +37,9 @@ MOST_STATES = 30_000
 # `multipleOf` takes 400 bytes for each number below it before any of these limits counts: 999,983 took 12 s and 370 MiB.
 # Where parts are joined it is their common multiple.
 MOST_MULTIPLE = 25_000
+# Regular expressions that one text may have to follow together: llguidance takes 1.5 KB for each set of them, 6 MiB for
+# twelve, 103 for sixteen, 6 GiB for thirty.
+MOST_JOINED = 12
 # Address space that must be free: llguidance, in Rust, ends the process where it finds none. To read a schema took up to
 # 60 MiB, a token of an answer up to 2.
 READ_BYTES = 128 << 20
@@ -147,6 +157,12 @@ class Grammars:
             raise wrong(
                 "response_format",
                 f"the JSON schema has {size} bytes of names, texts and numbers; at most {MOST_TEXT} are accepted",
+            )
+        if (joined := joined_patterns(stated)) > MOST_JOINED:
+            raise wrong(
+                "response_format",
+                f"the JSON schema has {joined} patterns in parts that are joined (allOf, $ref beside other keywords); "
+                f"at most {MOST_JOINED} are accepted",
             )
         if common_multiple(stated, MOST_MULTIPLE) > MOST_MULTIPLE:
             raise wrong(

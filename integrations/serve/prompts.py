@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError
-from nstf.integrations.serve.errors import wrong
+from nstf.integrations.serve.errors import too_long, wrong
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.tokenizer_files import load_tokenizer
 from nstf.runtime.tokenizing import apply_template, encode, foreign_errors
@@ -66,15 +66,19 @@ class Prompts:
         except NstfError as error:
             raise wrong("prompt", str(error)) from error
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins. Raises ApiError (400): the template refuses it."""
+    def chat(self, messages: Sequence[dict[str, Any]], context: int) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins. Raises ApiError (400): the template refuses it, or
+        makes more of it than a context holds."""
         if not self.has_template:
             raise wrong(
                 "messages",
                 "this model has no chat template; use /v1/completions, or start the server with a template",
             )
         try:
-            return self._ids(apply_template(self.own, list(messages)), add_special_tokens=False)
+            text = apply_template(self.own, list(messages))
+            if len(text) > self.longest_token * context:
+                raise too_long("messages", context)
+            return self._ids(text, add_special_tokens=False)
         except NstfError as error:
             raise wrong("messages", str(error)) from error
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nstf.errors import UnsupportedError, UsageError
-from nstf.integrations.serve.errors import ApiError, wrong
+from nstf.integrations.serve.errors import ApiError, too_long, wrong
 from nstf.integrations.serve.grammar import Grammars
 from nstf.integrations.serve.metrics import Metrics
 from nstf.integrations.serve.output import Answer, Piece
@@ -161,13 +161,13 @@ class Service:
         longest = self.prompts.longest_token * self.context
         parts: Sequence[Any] = request.messages if request.messages is not None else [request.prompt]
         if sum(_characters(part) for part in parts) > longest:
-            raise wrong(
-                "prompt" if request.messages is None else "messages",
-                f"the prompt is longer than this server's context of {self.context} tokens",
-                "context_length_exceeded",
-            )
+            raise too_long("prompt" if request.messages is None else "messages", self.context)
         if request.messages is not None:
-            prompt, ends, field = self.prompts.chat(request.messages), self.prompts.turn_ends, "messages"
+            prompt, ends, field = (
+                self.prompts.chat(request.messages, self.context),
+                self.prompts.turn_ends,
+                "messages",
+            )
         elif isinstance(request.prompt, str):
             prompt, ends, field = self.prompts.text(request.prompt), self.prompts.ends, "prompt"
         else:

@@ -46,6 +46,10 @@ LABEL_CHARS = 200
 ADDED_TOKEN = "__type"
 
 
+class CutLabels(str):
+    """Among what was left out: whose labels were cut. By what it is, since a key of the file may read like it."""
+
+
 def filter_config(raw: object, where: str) -> tuple[dict[str, Any], list[str]]:
     """The config that may be used, and what was left out (sorted, `a.b` for nested keys).
 
@@ -117,7 +121,7 @@ def _filter(
         if key in LABELS and isinstance(value, dict):
             kept[key], cut = _labels(key, value, where)
             if cut:
-                dropped.append(f"{name} (the end of {cut} long label{'s' * (cut != 1)})")
+                dropped.append(CutLabels(f"{name} (the end of {cut} long label{'s' * (cut != 1)})"))
         elif is_private_flag(key, value):
             kept[key] = value
         elif not KEY.fullmatch(key) or key in DENIED or key.startswith("_"):

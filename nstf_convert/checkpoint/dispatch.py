@@ -7,7 +7,7 @@ from typing import Any
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf_convert.checkpoint import gguf, hub, onnx, safetensors_dir, torch_bin
 from nstf_convert.checkpoint.base import Checkpoint
-from nstf_convert.checkpoint.config import filter_config
+from nstf_convert.checkpoint.config import CutLabels, filter_config
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.naming import plan_names
 from nstf_convert.checkpoint.paths import (
@@ -148,7 +148,7 @@ def _with_config(path: Path, folder: Path, source: Source) -> Checkpoint:
             raw = load_json(read_small(file, MAX_CONFIG_BYTES), str(file))
             config, dropped = filter_config(raw, str(file))
             if dropped:
-                dropped.sort(key=lambda name: not name.endswith(")"))  # labels that were cut first
+                dropped.sort(key=lambda name: not isinstance(name, CutLabels))
                 more = f" and {len(dropped) - NAMED} more" if len(dropped) > NAMED else ""
                 notes += (f"config.json: left out {', '.join(dropped[:NAMED])}{more}",)
         plan = plan_names(source.infos, config, str(path))

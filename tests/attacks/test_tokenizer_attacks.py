@@ -289,16 +289,30 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     return of
 
 
+def test_what_a_template_writes_is_refused_where_it_is_too_long(prompts: Callable[..., Any]) -> None:
+    """It was tokenised: 12 s and 1.1 GiB for five million letters of a template of 17."""
+    from nstf.errors import UsageError
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.runtime.generate import _inputs
+
+    message = [{"role": "user", "content": "a"}]
+    made = prompts(template='{{ "a" * 1000000 }}')
+    with pytest.raises(ApiError, match="longer than this server's context of 16 tokens"):
+        made.chat(message, 16)
+    with pytest.raises(UsageError, match="the prompt has 1000000 characters"):
+        _inputs(made.own, "a", True, 16)
+
+
 def test_a_server_says_what_its_tokenizer_and_template_raise(prompts: Callable[..., Any]) -> None:
     from nstf.integrations.serve.errors import ApiError
 
     message = [{"role": "user", "content": "a" * 40 + "c"}]
     for template in TEMPLATES:
         with pytest.raises(ApiError, match="chat template refuses these messages"):
-            prompts(template=template).chat(message)
+            prompts(template=template).chat(message, 512)
     for parts in LATER.values():
         made = prompts(**parts)
-        for way in (lambda m=made: m.chat(message), lambda m=made: m.text("a" * 40 + "c")):
+        for way in (lambda m=made: m.chat(message, 512), lambda m=made: m.text("a" * 40 + "c")):
             with pytest.raises(ApiError, match="tokenizer cannot encode this text"):
                 way()
 

@@ -91,7 +91,7 @@ def test_logprobs_are_those_of_the_engine(server: Served, artifact: Path) -> Non
     _, found = server.json(CHAT, HELLO | {"logprobs": True, "top_logprobs": 3, "max_tokens": 1})
     own = found["choices"][0]["logprobs"]["content"][0]
     engine = Engine.open(artifact)
-    expected = engine.forward(server.service.prompts.chat(HELLO["messages"])).log_softmax(0)
+    expected = engine.forward(server.service.prompts.chat(HELLO["messages"], 512)).log_softmax(0)
     assert [t["logprob"] for t in own["top_logprobs"]] == pytest.approx(
         expected.topk(3).values.tolist(), abs=1e-3
     )

@@ -1,6 +1,7 @@
 """Schemas of which no text ends are told from those that refer to themselves and may stop."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from nstf.integrations.serve.finite import (
     can_end,
     choices_of,
     common_multiple,
+    joined_patterns,
     parts_of,
     text_bytes,
 )
@@ -188,6 +190,46 @@ def test_a_schema_beyond_what_the_library_follows_is_refused(schema: Any) -> Non
     assert (error.value.status, error.value.param) == (400, "response_format")
     assert grammars.of({"type": "object", "properties": {"a": {"type": "integer"}}}).satisfiable
     assert grammars.of({"const": 1}).satisfiable and grammars.of({"type": "null"}).satisfiable
+
+
+def patterns(count: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f".*{chr(97 + i % 26)}.{{5}}z.*"} for i in range(count)]
+
+
+JOINED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "allOf": lambda n: {"allOf": patterns(n)},
+    "objects": lambda n: {"allOf": [{"type": "object", "properties": {"a": p}} for p in patterns(n)]},
+    "references": lambda n: {
+        "$defs": {
+            f"d{i}": p | ({"$ref": f"#/$defs/d{i + 1}"} if i + 1 < n else {})
+            for i, p in enumerate(patterns(n))
+        },
+        "$ref": "#/$defs/d0",
+    },
+    "names": lambda n: {"allOf": [{"patternProperties": {p["pattern"]: {} for p in patterns(n)}}]},
+}
+
+
+@pytest.mark.parametrize("form", JOINED)
+def test_patterns_that_one_text_must_follow_are_few(form: str) -> None:
+    """Sixteen took 103 MiB, thirty 6 GiB and a minute, by a schema of 1,361 bytes: it ended the server."""
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import MOST_JOINED, Grammars
+
+    assert [joined_patterns(JOINED[form](n)) for n in (2, 13)] == [2, 13]
+    grammars = Grammars("{}", 8, [1])
+    grammars._tokenizer = object()
+    with pytest.raises(ApiError, match=f"has {MOST_JOINED + 1} patterns in parts that are joined") as error:
+        grammars.of(JOINED[form](MOST_JOINED + 1))
+    assert (error.value.status, error.value.param) == (400, "response_format")
+
+
+def test_patterns_of_properties_apart_may_be_many() -> None:
+    apart = {"type": "object", "properties": {f"a{i}": p for i, p in enumerate(patterns(50))}}
+    assert joined_patterns(apart) == 0
+    named = {"allOf": [{"const": {"pattern": "x"}}, {"properties": {"pattern": {"type": "string"}}}]}
+    assert joined_patterns(named) == 0
 
 
 def test_common_multiples_are_counted_without_decimal_points() -> None:

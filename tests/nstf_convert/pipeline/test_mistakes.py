@@ -161,7 +161,10 @@ def test_what_is_left_out_of_a_checkpoint_is_reported(options, small, tmp_path, 
     folder = tmp_path / "more"
     shutil.copytree(small.folder, folder)
     config = json.loads((folder / "config.json").read_text())
-    text = json.dumps({**config, "a_text": "several words", "half \ud800": 1, "id2label": {"0": "x" * 300}})
+    odd = {f"!{i:02d})": 1 for i in range(60)}  # what ends as the note of labels does
+    text = json.dumps(
+        {**config, **odd, "a_text": "several words", "half \ud800": 1, "id2label": {"0": "x" * 300}}
+    )
     (folder / "config.json").write_text(text)
     weights = load_file(folder / "model.safetensors")
     extra = {"value_head.weight": torch.zeros(1, 8)}
@@ -169,7 +172,9 @@ def test_what_is_left_out_of_a_checkpoint_is_reported(options, small, tmp_path, 
     with caplog.at_level(NOTICE, "nstf"):
         report = convert(options(("ratio", 0.6), model=str(folder))).report
     said = [
-        "config.json: left out id2label (the end of 1 long label), a_text, half \\ud800",
+        "config.json: left out id2label (the end of 1 long label), "
+        + ", ".join(f"!{i:02d})" for i in range(49))
+        + " and 13 more",
         "1 tensors have no place in LlamaForCausalLM and are left out: value_head.weight",
     ]
     assert list(report["model"]["notes"]) == said
