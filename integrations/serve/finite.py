@@ -106,10 +106,10 @@ def _kind_inside(kind: int, key: str) -> int:
     return _RULES_BY_NAME if key in NAMES else _RULE
 
 
-def joined_patterns(schema: Any) -> int:
-    """The regular expressions of a schema in which parts are joined (`allOf`, or a reference beside other keywords), so that
-    one text may have to follow all of them; 0 where none are."""
-    count, joins, waiting = 0, False, [(schema, _RULE)]
+def patterns_of(schema: Any) -> tuple[int, int]:
+    """(the names of properties that a schema gives by regular expressions, all its regular expressions where parts are
+    joined, by `allOf` or a reference beside other keywords, so that one text may have to follow all; 0 where none are)."""
+    named, count, joins, waiting = 0, 0, False, [(schema, _RULE)]
     while waiting:
         part, kind = waiting.pop()
         if isinstance(part, list):
@@ -118,22 +118,23 @@ def joined_patterns(schema: Any) -> int:
             if kind == _RULE:
                 beside = part.keys() - {"$ref", *FOR_PEOPLE, *NAMES}
                 joins |= "allOf" in part or ("$ref" in part and bool(beside))
-                named = part.get("patternProperties")
-                count += ("pattern" in part) + (len(named) if isinstance(named, dict) else 0)
+                own = part.get("patternProperties")
+                named += len(own) if isinstance(own, dict) else 0
+                count += "pattern" in part
             waiting += [(v, _kind_inside(kind, k)) for k, v in part.items() if isinstance(v, dict | list)]
-    return count if joins else 0
+    return named, named + count if joins else 0
 
 
 def common_multiple(schema: Any, most: int) -> int:
     """The least common multiple of all `multipleOf` of a schema without decimal points; above `most`: of the first ones."""
-    found, waiting = 1, [schema]
+    found, waiting = 1, [(schema, _RULE)]
     while waiting and found <= most:
-        part = waiting.pop()
+        part, kind = waiting.pop()
         if isinstance(part, list):
-            waiting += part
+            waiting += [(value, kind) for value in part]
         elif isinstance(part, dict):
-            waiting += part.values()
-            step = part.get("multipleOf")
+            waiting += [(value, _kind_inside(kind, key)) for key, value in part.items()]
+            step = part.get("multipleOf") if kind == _RULE else None
             if isinstance(step, int) and not isinstance(step, bool):
                 found = math.lcm(found, step or 1)
             elif isinstance(step, float) and math.isfinite(step):

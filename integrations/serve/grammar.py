@@ -14,8 +14,8 @@ from nstf.integrations.serve.finite import (
     can_end,
     choices_of,
     common_multiple,
-    joined_patterns,
     parts_of,
+    patterns_of,
     text_bytes,
 )
 from nstf.runtime.memory_limit import has_room
@@ -40,6 +40,8 @@ MOST_MULTIPLE = 25_000
 # Regular expressions that one text may have to follow together: llguidance takes 1.5 KB for each set of them, 6 MiB for
 # twelve, 103 for sixteen, 6 GiB for thirty.
 MOST_JOINED = 12
+# Those by which properties are named: each two are looked at together, and 676 were not in two minutes.
+MOST_NAMED = 64
 # Address space that must be free: llguidance, in Rust, ends the process where it finds none. To read a schema took up to
 # 60 MiB, a token of an answer up to 2.
 READ_BYTES = 128 << 20
@@ -158,7 +160,13 @@ class Grammars:
                 "response_format",
                 f"the JSON schema has {size} bytes of names, texts and numbers; at most {MOST_TEXT} are accepted",
             )
-        if (joined := joined_patterns(stated)) > MOST_JOINED:
+        named, joined = patterns_of(stated)
+        if named > MOST_NAMED:
+            raise wrong(
+                "response_format",
+                f"the JSON schema has {named} names in patternProperties; at most {MOST_NAMED} are accepted",
+            )
+        if joined > MOST_JOINED:
             raise wrong(
                 "response_format",
                 f"the JSON schema has {joined} patterns in parts that are joined (allOf, $ref beside other keywords); "

@@ -172,10 +172,15 @@ class WorkDir:
     def close(self) -> None:
         """Releases the lock; results stay unless they are useless, temporary files of this process do not."""
         # Ctrl-C can come between the making of one and what removes it, and while that runs.
-        for end in ("data", "part"):
-            with contextlib.suppress(OSError):  # one that stays must not keep the others
-                for left in [*self.path.rglob(f".*.{end}.{os.getpid()}")]:
-                    with contextlib.suppress(OSError):
+        own = re.compile(rf"\.(?:{RESULTS.pattern}|{_RESULT.pattern})\.(?:data|part)\.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            for folder in (
+                self.path,
+                *_result_folders(self.path / STORE),
+                *_result_folders(self.path / PIECES),
+            ):
+                for left in [path for path in folder.iterdir() if own.fullmatch(path.name)]:
+                    with contextlib.suppress(OSError):  # one that stays must not keep the others
                         left.unlink(missing_ok=True)
         if self.useless:  # while the lock is held: the next run's results are not ours to remove
             with contextlib.suppress(OSError):

@@ -13,8 +13,8 @@ from nstf.integrations.serve.finite import (
     can_end,
     choices_of,
     common_multiple,
-    joined_patterns,
     parts_of,
+    patterns_of,
     text_bytes,
 )
 
@@ -217,7 +217,7 @@ def test_patterns_that_one_text_must_follow_are_few(form: str) -> None:
     from nstf.integrations.serve.errors import ApiError
     from nstf.integrations.serve.grammar import MOST_JOINED, Grammars
 
-    assert [joined_patterns(JOINED[form](n)) for n in (2, 13)] == [2, 13]
+    assert [patterns_of(JOINED[form](n))[1] for n in (2, 13)] == [2, 13]
     grammars = Grammars("{}", 8, [1])
     grammars._tokenizer = object()
     with pytest.raises(ApiError, match=f"has {MOST_JOINED + 1} patterns in parts that are joined") as error:
@@ -225,11 +225,25 @@ def test_patterns_that_one_text_must_follow_are_few(form: str) -> None:
     assert (error.value.status, error.value.param) == (400, "response_format")
 
 
+def test_properties_that_patterns_name_are_few() -> None:
+    """Each two are looked at together: 676 of them took more than two minutes, in which no other schema was read."""
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import MOST_NAMED, Grammars
+
+    grammars = Grammars("{}", 8, [1])
+    grammars._tokenizer = object()
+    names = {f"^a{i}x(.{{1,30}}x)*$": {"type": "integer"} for i in range(MOST_NAMED + 1)}
+    with pytest.raises(ApiError, match="has 65 names in patternProperties") as error:
+        grammars.of({"type": "object", "patternProperties": names})
+    assert error.value.status == 400
+
+
 def test_patterns_of_properties_apart_may_be_many() -> None:
     apart = {"type": "object", "properties": {f"a{i}": p for i, p in enumerate(patterns(50))}}
-    assert joined_patterns(apart) == 0
+    assert patterns_of(apart) == (0, 0)
     named = {"allOf": [{"const": {"pattern": "x"}}, {"properties": {"pattern": {"type": "string"}}}]}
-    assert joined_patterns(named) == 0
+    assert patterns_of(named) == (0, 0)
 
 
 def test_common_multiples_are_counted_without_decimal_points() -> None:
@@ -237,6 +251,8 @@ def test_common_multiples_are_counted_without_decimal_points() -> None:
         return common_multiple({"allOf": [{"multipleOf": step} for step in steps]}, 10_000)
 
     assert (of(), of(5, 10, 25), of(0.01, 0.25), of(1e-7), of(100)) == (1, 50, 25, 1, 100)
+    assert common_multiple({"const": {"multipleOf": 99}}, 1000) == 1
+    assert common_multiple({"properties": {"const": {"multipleOf": 99}}}, 1000) == 99
     assert of(0, -3, True, float("inf"), "x") == 3  # type: ignore[arg-type]
     assert of(97, 89, 101, *range(1, 5000)) > 10_000
     # More than a float holds: this was an OverflowError, and an answer of 500.
