@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -61,10 +62,8 @@ class Prompts:
 
     def text(self, text: str) -> list[int]:
         """Token ids of a text to continue. Raises ApiError (400): the tokenizer cannot encode it."""
-        try:
+        with _refusing("prompt"):
             return self._ids(text)
-        except NstfError as error:
-            raise wrong("prompt", str(error)) from error
 
     def chat(self, messages: Sequence[dict[str, Any]], context: int) -> list[int]:
         """Token ids of a conversation, up to where the answer begins. Raises ApiError (400): the template refuses it, or
@@ -74,13 +73,12 @@ class Prompts:
                 "messages",
                 "this model has no chat template; use /v1/completions, or start the server with a template",
             )
-        try:
+        with _refusing("messages"):
             text = apply_template(self.own, list(messages))
-            if len(text) > self.longest_token * context:
-                raise too_long("messages", context)
+        if len(text) > self.longest_token * context:
+            raise too_long("messages", context)
+        with _refusing("messages"):
             return self._ids(text, add_special_tokens=False)
-        except NstfError as error:
-            raise wrong("messages", str(error)) from error
 
     def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if not self._direct:
@@ -124,3 +122,14 @@ def _own_way(tokenizer: Any) -> bool:
     return any(
         getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name, None) for name in names
     )
+
+
+@contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """What a tokenizer or a template raises as a 400 about a field, what memory does as a MemoryError."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise wrong(field, str(error)) from error
+    except NstfError as error:
+        raise MemoryError(str(error)) from error

@@ -109,6 +109,28 @@ class _Scarcity:
             _log.warning("connections are not taken for now: %s", reason)
 
 
+class _Seldom(logging.Filter):
+    """Lets what uvicorn says of each wrong request through once in a while: a client can send a thousand a second."""
+
+    _LINES = (
+        "Invalid HTTP request received.",
+        "ASGI callable returned without completing response.",
+        "Unsupported upgrade request.",
+        "No supported WebSocket library detected.",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line = next((line for line in self._LINES if str(record.msg).startswith(line)), None)
+        if line is None or time.monotonic() - self._said.get(line, -SAY_SECONDS) < SAY_SECONDS:
+            return line is None
+        self._said[line] = time.monotonic()
+        return True
+
+
 def _wait_longer(descriptor: int) -> None:
     """Lets the system keep BACKLOG connections of a listening socket: asyncio keeps only as many as it takes at once."""
     with socket.socket(fileno=os.dup(descriptor)) as listening:
@@ -175,6 +197,7 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         lifespan="on",
         backlog=BURST,
     )
+    logging.getLogger("uvicorn.error").addFilter(_Seldom())
     server = _Server(config, ready, app.service.close)
     gc.collect()
     gc.freeze()  # what is here now stays: to look for what connections leave (connection.py) takes a millisecond, not 100

@@ -1,6 +1,7 @@
 """`nstf eval`: measures an artifact against its reference and judges it by gates."""
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,7 +156,8 @@ def check_asked(
             if given is not None:
                 raise UsageError(f"{option} is about multiple choice: give the questions with --tasks FILE")
     elif not tasks.is_file():
-        raise UsageError(f"--tasks: no such file: {tasks}")
+        there = os.path.lexists(tasks)
+        raise UsageError(f"--tasks: {f'{tasks} is no regular file' if there else f'no such file: {tasks}'}")
     if max_flips is not None and reference is None:
         raise UsageError("--max-flips compares with the reference's answers: name it with --reference")
 

@@ -105,6 +105,9 @@ def check_model(model: str) -> None:
 
 def check_file(path: Path) -> None:
     """Raises UsageError for an artifact that is not there."""
+    # typer makes a path of "", which is this folder's.
+    if path.is_dir() and str(path) == ".":
+        raise UsageError("the file's name is empty, or this folder: give an .nstf file")
     if path.is_dir():
         raise UsageError(f"{path} is a folder: give an .nstf file")
     if not path.exists():
@@ -183,6 +186,8 @@ def check_output(output: Path, inputs: list[str], force: bool) -> None:
     if os.path.lexists(output) and not force:
         raise UsageError(f"the output {output} exists: give another name, or --force to replace it")
     if not output.parent.is_dir():
+        if os.path.lexists(output.parent):
+            raise UsageError(f"{output.parent} is no folder: give another -o")
         raise UsageError(f"the folder {output.parent} does not exist: create it, or give another -o")
     check_place(output)
 

@@ -15,6 +15,7 @@ from nstf_convert.cli.output import clean
 from nstf_convert.cli.sizes import parse_bytes
 
 KEY_VARIABLE = "NSTF_API_KEY"
+MOST_KEY = 4096  # letters: heads of requests end at 16 KiB
 MOST_TEXT = 1 << 24  # bytes of a key or a chat template; a device has no end
 
 
@@ -125,6 +126,10 @@ def _key(file: Path | None) -> str | None:
     if not found or not found.isascii() or not found.isprintable() or " " in found:
         raise UsageError(
             f"the API key in {file or KEY_VARIABLE} must be printable ASCII without spaces, not empty"
+        )
+    if len(found) > MOST_KEY:
+        raise UsageError(
+            f"the API key in {file or KEY_VARIABLE} has {len(found)} letters; clients can send {MOST_KEY}"
         )
     return found
 

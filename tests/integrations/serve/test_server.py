@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import socket
 import threading
 import time
@@ -68,6 +69,22 @@ def test_the_system_ends_connections_that_take_nothing_too(monkeypatch: pytest.M
         with socket.create_connection(listening.getsockname()), listening.accept()[0] as own:
             here.connection_made(SimpleNamespace(get_extra_info=lambda _: own))
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+def test_wrong_requests_are_a_line_a_minute() -> None:
+    """Each was a line: 300 TLS greetings made 300."""
+    pytest.importorskip("uvicorn")
+    from nstf.integrations.serve.server import _Seldom
+
+    seldom = _Seldom()
+
+    def said(line: str) -> int:
+        made = [logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, line, (), None) for _ in range(5)]
+        return sum(map(seldom.filter, made))
+
+    assert said("Invalid HTTP request received.") == said("Unsupported upgrade request.") == 1
+    assert said("Invalid HTTP request received.") == 0
+    assert said("something else") == 5
 
 
 WRONG: list[tuple[dict[str, Any], str | None]] = [

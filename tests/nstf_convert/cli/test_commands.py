@@ -85,6 +85,7 @@ def test_a_missing_artifact_is_named(nstf, tmp_path, command):
     result = nstf(name, tmp_path / "no.nstf", *rest)
     assert (result.code, result.err) == (2, f"error: no such file: {tmp_path / 'no.nstf'}\n")
     assert "is a folder" in nstf(name, tmp_path, *rest).err
+    assert "the file's name is empty" in nstf(name, "", *rest).err
 
 
 def test_inspect_prints_the_plan(nstf, tiny):

@@ -58,6 +58,7 @@ def test_json_is_the_only_thing_on_stdout(nstf, pipeline, tiny, tmp_path):
         (("--budget", "0.5", "--report", "x.pdf"), "--report x.pdf: the name must end in .html or .json"),
         (("--budget", "0.5", "--report", "no/x.html"), "the folder no does not exist"),
         (("--budget", "0.5", "--frobnicate"), "no such option"),
+        (("--budget", "0.5", "-o", "/dev/null/x.nstf"), "/dev/null is no folder: give another -o"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(nstf, pipeline, tiny, tmp_path, words, message):

@@ -229,9 +229,11 @@ def test_wrong_options_are_refused(
     pytest.importorskip("uvicorn")
     empty = tmp_path / "key"
     empty.write_text("\n")
+    (tmp_path / "long").write_text("k" * 5000)
     for options, message in [
         (["--api-key-file", str(empty)], "API key"),
         (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
+        (["--api-key-file", str(tmp_path / "long")], "has 5000 letters; clients can send 4096"),
         (["--kv-cache", "int3"], "--kv-cache"),
         (["--max-body", "lots"], "--max-body"),
         (["--chat-template", str(tmp_path / "none")], "--chat-template"),

@@ -286,6 +286,7 @@ def test_tasks_and_text_are_measured_in_one_run(evaluate, tiny, questions) -> No
         (("--tasks", "q", "--min-accuracy", "2"), "--min-accuracy 2: give a number from 0 to 1"),
         (("--tasks", "q", "--max-kl", "0.1"), "gates on the divergence compare with a reference"),
         (("--tasks", "missing.jsonl"), "--tasks: no such file: missing.jsonl"),
+        (("--tasks", "/dev/null"), "--tasks: /dev/null is no regular file"),
         (("--min-accuracy", "0.5", "-r", "model"), "--min-accuracy is about multiple choice"),
         (("--limit", "5", "-r", "model"), "--limit is about multiple choice"),
     ],
