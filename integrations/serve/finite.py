@@ -16,6 +16,11 @@ FOR_PEOPLE = ("description", "title", "$comment")
 VALUES = ("const", "default", "enum", "examples")
 # Whose keys are names of the user's, each with a rule: a property may be called `const`.
 NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# What a rule has of other rules, which are joined with its own: those that hold patterns.
+_OTHERS = frozenset(("$ref", "anyOf", "oneOf"))
+_HOLDERS = frozenset(
+    ("pattern", "format", "properties", "patternProperties", "additionalProperties", "items", "prefixItems")
+)
 # What a part of a schema is: a rule with keywords, names with rules, or a value.
 _RULE, _RULES_BY_NAME, _VALUE = range(3)
 
@@ -107,8 +112,8 @@ def _kind_inside(kind: int, key: str) -> int:
 
 
 def patterns_of(schema: Any) -> tuple[int, int]:
-    """(the names of properties that a schema gives by regular expressions, all its regular expressions where parts are
-    joined, by `allOf` or a reference beside other keywords, so that one text may have to follow all; 0 where none are)."""
+    """(the names of properties that a schema gives by regular expressions, all its regular expressions, formats too, where
+    parts are joined so that one text may have to follow several, else 0)."""
     named, count, joins, waiting = 0, 0, False, [(schema, _RULE)]
     while waiting:
         part, kind = waiting.pop()
@@ -116,11 +121,11 @@ def patterns_of(schema: Any) -> tuple[int, int]:
             waiting += [(value, kind) for value in part if isinstance(value, dict | list)]
         elif isinstance(part, dict):
             if kind == _RULE:
-                beside = part.keys() - {"$ref", *FOR_PEOPLE, *NAMES}
-                joins |= "allOf" in part or ("$ref" in part and bool(beside))
+                others = _OTHERS & part.keys()
+                joins |= "allOf" in part or bool(others and (len(others) > 1 or _HOLDERS & part.keys()))
                 own = part.get("patternProperties")
                 named += len(own) if isinstance(own, dict) else 0
-                count += "pattern" in part
+                count += ("pattern" in part) + ("format" in part)
             waiting += [(v, _kind_inside(kind, k)) for k, v in part.items() if isinstance(v, dict | list)]
     return named, named + count if joins else 0
 

@@ -169,7 +169,7 @@ class Grammars:
         if joined > MOST_JOINED:
             raise wrong(
                 "response_format",
-                f"the JSON schema has {joined} patterns in parts that are joined (allOf, $ref beside other keywords); "
+                f"the JSON schema has {joined} patterns in parts that are joined (allOf; $ref, anyOf, oneOf beside others); "
                 f"at most {MOST_JOINED} are accepted",
             )
         if common_multiple(stated, MOST_MULTIPLE) > MOST_MULTIPLE:

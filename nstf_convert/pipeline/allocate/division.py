@@ -54,7 +54,9 @@ class Divisions:
         losses: dict[tuple[int, int], float] = {}
         for method in dict.fromkeys(c.recipe.method for c, _ in found):
             places = [
-                at for at, (c, own) in enumerate(found) if c.recipe.method == method and own != [c.recipe]
+                at
+                for at, (c, own) in enumerate(found)
+                if c.recipe.method == method and own and own != [c.recipe]
             ]
             wanted = [(at, i, r) for at in places for i, r in enumerate([found[at][0].recipe, *found[at][1]])]
             if wanted:

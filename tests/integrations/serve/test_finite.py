@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,15 @@ JOINED: dict[str, Callable[[int], dict[str, Any]]] = {
         },
         "$ref": "#/$defs/d0",
     },
+    "references beside properties": lambda n: {
+        "$defs": {
+            f"d{i}": {"type": "object", "properties": {"a": p}}
+            | ({"$ref": f"#/$defs/d{i + 1}"} if i + 1 < n else {})
+            for i, p in enumerate(patterns(n))
+        },
+        "$ref": "#/$defs/d0",
+    },
+    "choices": lambda n: reduce(lambda inner, p: {**p, "anyOf": [inner]}, patterns(n - 1), patterns(1)[0]),
     "names": lambda n: {"allOf": [{"patternProperties": {p["pattern"]: {} for p in patterns(n)}}]},
 }
 
@@ -242,6 +252,8 @@ def test_properties_that_patterns_name_are_few() -> None:
 def test_patterns_of_properties_apart_may_be_many() -> None:
     apart = {"type": "object", "properties": {f"a{i}": p for i, p in enumerate(patterns(50))}}
     assert patterns_of(apart) == (0, 0)
+    assert patterns_of({"$defs": {"d": patterns(1)[0]}, "$ref": "#/$defs/d", "title": "x"}) == (0, 0)
+    assert patterns_of({"type": "string", "anyOf": patterns(50)}) == (0, 0)
     named = {"allOf": [{"const": {"pattern": "x"}}, {"properties": {"pattern": {"type": "string"}}}]}
     assert patterns_of(named) == (0, 0)
 
