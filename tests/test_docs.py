@@ -92,8 +92,19 @@ def test_every_link_and_picture_leads_somewhere() -> None:
         ROOT / "README.md",
         *(
             ROOT / "docs" / f"{n}.md"
-            for n in ("guide", "api", "architecture", "format", "figures", "serve", "exports")
+            for n in (
+                "guide",
+                "api",
+                "architecture",
+                "format",
+                "figures",
+                "serve",
+                "exports",
+                "limits",
+                "attacks",
+            )
         ),
+        ROOT / "SECURITY.md",
     ]
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
@@ -101,9 +112,10 @@ def test_every_link_and_picture_leads_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_test_and_setting_that_the_security_page_names_is_there() -> None:
+@pytest.mark.parametrize("name", ["SECURITY.md", "docs/attacks.md", "docs/reviews.md"])
+def test_every_test_and_setting_that_a_page_on_security_names_is_there(name: str) -> None:
     """Each of its rows is a command that someone may run."""
-    page = (ROOT / "SECURITY.md").read_text("utf-8")
+    page = (ROOT / name).read_text("utf-8")
     files = list((ROOT / "tests").rglob("*.py"))
     names = {file.stem for file in files}
     assert set(re.findall(r"\btest_[a-z0-9_]+", page)) <= names
