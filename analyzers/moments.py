@@ -36,8 +36,8 @@ class Moment:
 class InputMoments:
     """Gathers the second moments of the inputs of watched layers by forward hooks.
 
-    Layers that read the very same tensor (q, k and v; gate and up) share one matrix: it is found when the
-    first batch runs, by identity of the input.
+    Layers that read the very same tensor (q, k and v; gate and up) share one matrix, convolutions where they unfold it
+    alike: it is found when the first batch runs, by identity of the input.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class InputMoments:
                 return
             x = args[0]
             if name not in self._key_of:
-                last, of = getattr(self._last, "read", (lambda: None, name))
-                self._key_of[name] = of if last() is x else name
+                last, geometry, of = getattr(self._last, "read", (lambda: None, (), name))
+                self._key_of[name] = of if last() is x and geometry == _geometry(module) else name
             key = self._key_of[name]
             if key != name:
                 return
-            self._last.read = weakref.ref(x), name
+            self._last.read = weakref.ref(x), _geometry(module), name
             with self._turn(name):
                 self.add(name, rows_of(module, x))
 
@@ -216,6 +216,13 @@ def rows_of(module: nn.Module, x: Tensor) -> Tensor:
         step = rows.shape[0] / MAX_CONV_ROWS
         rows = rows[(torch.arange(MAX_CONV_ROWS) * step).long()]
     return rows
+
+
+def _geometry(module: nn.Module) -> tuple[Any, ...]:
+    """What decides the rows that a layer makes of its input: two with the same have the same."""
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return ()
+    return module.kernel_size, module.stride, module.dilation, module.padding
 
 
 def _same_padding(module: Any) -> tuple[int, ...]:

@@ -4,8 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from nstf.analyzers.moments import STRIP, ExpertMoments, InputMoments, begun_mean_outer, second_moment
+from nstf.analyzers.moments import (
+    STRIP,
+    ExpertMoments,
+    InputMoments,
+    begun_mean_outer,
+    rows_of,
+    second_moment,
+)
 
 
 @pytest.mark.parametrize("features", [5, STRIP, STRIP + 1, 2 * STRIP + 40])
@@ -40,6 +48,30 @@ def test_inputs_of_several_batches_are_added_up() -> None:
     torch.testing.assert_close(
         moments.pop()["x"].hessian, joined.T @ joined / len(joined), rtol=1e-4, atol=1e-5
     )
+
+
+def test_convolutions_of_one_input_share_its_moment_only_where_they_unfold_it_alike() -> None:
+    """TextNet's branches read one input by kernels of 3 x 3, 3 x 1 and 1 x 3."""
+
+    def conv(kernel: tuple[int, int], padding: tuple[int, int], stride: int = 1) -> nn.Conv2d:
+        return nn.Conv2d(4, 2, kernel, stride=stride, padding=padding)
+
+    layers = {
+        "square": conv((3, 3), (1, 1)), "again": conv((3, 3), (1, 1)), "tall": conv((3, 1), (1, 0)),
+        "strided": conv((3, 1), (1, 0), stride=2), "point": conv((1, 1), (0, 0)),
+    }  # fmt: skip
+    moments, x = InputMoments(), torch.randn(2, 4, 6, 5)
+    for name, layer in layers.items():
+        moments.watch(name, layer)
+    for layer in layers.values():
+        layer(x)
+    found = moments.pop()
+    assert {key: moment.members for key, moment in found.items()} == {
+        "square": ("again", "square"), "tall": ("tall",), "strided": ("strided",), "point": ("point",),
+    }  # fmt: skip
+    for key, moment in found.items():
+        rows = rows_of(layers[key], x)
+        torch.testing.assert_close(moment.hessian, rows.T @ rows / rows.shape[0])
 
 
 def test_a_mean_of_differences_is_that_of_the_left_rows_without_the_right() -> None:
