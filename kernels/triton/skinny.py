@@ -391,9 +391,9 @@ def _tile(layout: Layout, batch: int, arch: str) -> dict[str, int]:
         "CHUNKS": max(1, 256 // span),
         "PROGRAMS": processors_of(arch) * resident(layout, batch),
     }
-    small = layout.rows * layout.cols < _SMALL
-    steps = layout.bits == 4 and layout.group == 64 and layout.scales == STEPS
-    if small and steps and batch <= 8 and overlaps(arch):
+    few = layout.bits == 3 or (layout.bits == 4 and layout.rows * layout.cols < _SMALL)
+    steps = layout.mode == INTEGER and layout.group == 64 and layout.scales == STEPS
+    if few and steps and batch <= 8 and overlaps(arch):
         # With registers for three of them alone the assembler asks for the next words before it multiplies.
         tile |= {"PROGRAMS": 3 * processors_of(arch), "REGISTERS": 168}
     return tile
@@ -403,6 +403,8 @@ def resident(layout: Layout, batch: int) -> int:
     """Programs of four warps that registers leave room for on a multiprocessor."""
     if batch <= 8:
         return 3 if layout.bits == 5 else 4
-    heavy = layout.bits in (5, 7, 8) or layout.mode == TABLE
-    heavy |= layout.mode == INTEGER and (layout.group < 128 or not layout.symmetric)
-    return 2 if heavy else 3
+    if layout.mode != INTEGER:
+        return 2 if layout.mode == TABLE or layout.bits == 8 else 3
+    # Groups from which a third program's registers suffice; with fewer it waits until another has ended (measured, H200).
+    least = {2: 64, 3: 64, 4: 64, 6: 128} if layout.symmetric else {4: 128}
+    return 3 if layout.group >= least.get(layout.bits, layout.cols + 1) else 2
