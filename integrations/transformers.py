@@ -135,7 +135,7 @@ def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
         raise NstfError(f"{artifact.path}: another file took its place while it was exported; export again")
     if not isinstance(model, citizen.EncodedModel):
         raise UnsupportedError(f"{artifact.path}: transformers saves no {type(model).__name__}")
-    for name in artifact.file_names():
+    for name in artifact.handed_on():
         (folder / name).write_bytes(artifact.file(name))
     model.save_pretrained(folder, max_shard_size=shard_bytes)
 

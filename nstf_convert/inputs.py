@@ -168,7 +168,8 @@ def _beside(source: Path, place: Path) -> list[Path]:
     measured = list(source.parent.glob(f"{escape(source.stem)}.*.tiles.json"))
     if source.suffix not in _WEIGHTS:
         return measured
-    from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, TEMPLATES
+    from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
+    from nstf_convert.checkpoint.side_files import TEMPLATES
 
     folder = source.absolute().parent
     named = (folder / TEMPLATES).glob("*.jinja")

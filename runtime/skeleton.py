@@ -29,7 +29,7 @@ from nstf.runtime.small_buffers import small_buffers
 # `return_dict`, which changes what every call gives back.
 _IGNORED_KEYS = frozenset(
     "attn_implementation auto_map base_model_name_or_path cache_dir code_revision compression_config "
-    "custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
+    "configuration_files custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
     "pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
     "trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
 )

@@ -6,7 +6,7 @@ No code of the checkpoint's author is run, and no other file read than those ins
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ MAX_TOKENIZER_BYTES = 1 << 29
 # Of a tokenizer or a processor, whose keys become arguments of a class (so do all of the last, over the files that were
 # found); the others are vocabularies, with words for keys.
 _SETTINGS, _SPECIAL_TOKENS = "_config.json", "special_tokens_map.json"
+# How the modules of transformers are called that make a model's inputs, and those that stand for missing libraries.
+_OF_INPUTS = (
+    "tokenization_",
+    "processing_",
+    "feature_extraction_",
+    "image_processing_",
+    "video_processing_",
+    "dummy_",
+)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -36,7 +45,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     tensors do not bear out.
     """
     with open_artifact(path) as artifact:
-        names = [name for name in artifact.file_names() if name not in _NOT_TOKENIZER]
+        names = [name for name in artifact.handed_on() if name not in _NOT_TOKENIZER]
         if not names:
             raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
         if (size := sum(artifact.manifest.files[name].size for name in names)) > MAX_TOKENIZER_BYTES:
@@ -123,11 +132,44 @@ def _without_code(name: str, content: bytes, where: str) -> bytes:
         raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
     if isinstance(found, dict) and name != _SPECIAL_TOKENS:
         _check_class(found.get("tokenizer_class"), name, where)
+    if name != _SPECIAL_TOKENS:
+        _check_named(set(_classes_in(found)), name, where)
     if name == "config.json":
         return content
     if name == _SPECIAL_TOKENS and isinstance(found, dict):
         found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
     return json.dumps(_stripped(found)).encode()
+
+
+def _classes_in(settings: Any) -> Iterator[str]:
+    """What settings, and those inside of them, state under keys that may name a class: `tokenizer_class`,
+    `image_processor_type`."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            if key.endswith(("_class", "_type")):
+                yield from (v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str))
+            yield from _classes_in(value)
+    elif isinstance(settings, list):
+        for value in settings:
+            yield from _classes_in(value)
+
+
+def _check_named(stated: Iterable[str], source: str, where: str) -> None:
+    """Raises UnsupportedError for the name of something of transformers that lies in no module of tokenizers or processors:
+    asking for it imports the module, its trainer say. Nothing is imported to tell."""
+    import transformers as library
+
+    modules, own = getattr(library, "_class_to_module", {}), getattr(library, "_modules", ())
+    for name in sorted(stated):
+        module = modules.get(name, "").split(".")[-1]
+        if name in own or (module and not module.startswith(_OF_INPUTS)):
+            raise _not_of_inputs(name, source, where)
+
+
+def _not_of_inputs(name: str, source: str, where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: its {source} names {short(name)}, which is no class of a tokenizer or a processor"
+    )
 
 
 def _check_class(stated: object, source: str, where: str) -> None:
@@ -145,9 +187,7 @@ def _check_class(stated: object, source: str, where: str) -> None:
             continue
         if name not in there or (isinstance(found, type) and _makes_inputs(found)):
             continue
-        raise UnsupportedError(
-            f"{where}: its {source} names {short(stated)}, which is no class of a tokenizer"
-        )
+        raise _not_of_inputs(stated, source, where)
 
 
 def _makes_inputs(found: type) -> bool:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UnsupportedError
+from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
 from nstf.runtime.offline import without_hub
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
-from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS, without_code
+from nstf_convert.checkpoint.side_files import without_code
 
 log = logging.getLogger(__name__)
 

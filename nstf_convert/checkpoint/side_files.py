@@ -7,6 +7,7 @@ from typing import Any
 
 from nstf.errors import CorruptError
 from nstf.runtime.artifact.header import short
+from nstf.runtime.artifact.side_names import CONTENT, PROCESSORS, SETTINGS, TOKENS
 from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names_in, read_small
@@ -14,48 +15,6 @@ from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names
 MAX_BYTES = 256 << 20
 # Of settings: 180 bytes for each of 150,000 added tokens.
 MAX_SETTINGS_BYTES = 32 << 20
-TOKENS = "added_tokens.json"
-# Of what turns images and sound into inputs.
-PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-SETTINGS = (
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    TOKENS,
-    *PROCESSORS,
-)
-# With those of one kind of tokenizer alone: DeBERTa's, RemBERT's, Marian's, SpeechT5's, PhoBERT's, FSMT's, LUKE's,
-# BARTpho's, RoCBert's, MyT5's, GPT-NeoX-Japanese's, Whisper's.
-CONTENT = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "sentencepiece.model",
-    "source.spm",
-    "target.spm",
-    "target_vocab.json",
-    "spm_char.model",
-    "bpe.codes",
-    "vocab-src.json",
-    "vocab-tgt.json",
-    "prophetnet.tokenizer",
-    "entity_vocab.json",
-    "dict.txt",
-    "word_shape.json",
-    "word_pronunciation.json",
-    "byte_maps.json",
-    "emoji.json",
-    "normalizer.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tekken.json",
-)
-
 log = logging.getLogger(__name__)
 
 # Where transformers 5 keeps the templates of a tokenizer that has several, but for the default one.

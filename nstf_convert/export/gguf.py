@@ -55,7 +55,7 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     with as_stated(artifact, "gguf"):
         factors = names.write_metadata(writer, name, config)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as side:
-        for file in artifact.file_names():
+        for file in artifact.handed_on():
             (Path(side) / file).write_bytes(artifact.file(file))
         with as_stated(artifact, "gguf"):
             gguf_vocab.write_vocabulary(writer, Path(side), int(config["vocab_size"]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import UnsupportedError
-from nstf_convert.checkpoint.side_files import CONTENT
+from nstf.runtime.artifact.side_names import CONTENT
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 

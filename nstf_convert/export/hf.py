@@ -66,8 +66,8 @@ def exported_names(artifact: Artifact) -> list[str]:
 
 
 def copy_files(artifact: Artifact, folder: Path, config: dict[str, Any]) -> None:
-    """Writes the files that the artifact carries, config.json with some entries replaced."""
-    for name in artifact.file_names():
+    """Writes the files that the artifact carries for its model, config.json with some entries replaced."""
+    for name in artifact.handed_on():
         content = artifact.file(name)
         if name == "config.json" and config:
             changed = artifact.object(name)

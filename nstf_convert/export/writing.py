@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault, place
-from nstf_convert.checkpoint.side_files import CONTENT, SETTINGS
+from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
 
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).

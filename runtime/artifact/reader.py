@@ -26,6 +26,7 @@ from nstf.runtime.artifact.header import (
 )
 from nstf.runtime.artifact.manifest import FILE_PREFIX, Manifest, TensorRecord
 from nstf.runtime.artifact.sha256 import sha256
+from nstf.runtime.artifact.side_names import HANDED_ON
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -126,6 +127,11 @@ class Artifact:
     def file_names(self) -> list[str]:
         """The names of the files inside, sorted."""
         return sorted(self.manifest.files)
+
+    def handed_on(self) -> list[str]:
+        """Those of them that transformers and exports are given, by names that we know: config.json, and what makes a
+        model's inputs."""
+        return [name for name in self.file_names() if name in HANDED_ON]
 
     def file(self, name: str) -> bytes:
         """The content of a file inside. Raises UsageError (unknown name), CorruptError (does not unpack)."""

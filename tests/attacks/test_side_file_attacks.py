@@ -13,10 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from small_llama import LLAMA, tensors
 
-from nstf.errors import CorruptError, NstfError
+from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf.runtime import load, load_tokenizer
 from nstf.runtime import stream as stream_of_modules
-from nstf.runtime.artifact import write_artifact
+from nstf.runtime.artifact import open_artifact, write_artifact
 from nstf.runtime.artifact.config import parse_object
 from nstf.runtime.engine_text import stream
 
@@ -306,8 +306,57 @@ def test_a_tokenizer_is_made_by_no_other_class(tmp_path: Path, name: str) -> Non
         {"tokenizer_config": {"tokenizer_class": name}},
         {"config": {**LLAMA, "tokenizer_class": name}, "tokenizer_config": {}},
     ):
-        with pytest.raises(NstfError, match=f"names '{name}', which is no class of a tokenizer"):
+        with pytest.raises(NstfError, match=f"names '{name}', which is no class of a tokenizer or a"):
             load_tokenizer(file_with(tmp_path / "m.nstf", **files))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Trainer", "trainer", "TextGenerationPipeline", "LlamaForCausalLM", "GenerationConfig", "AwqConfig"],
+)
+@pytest.mark.parametrize(
+    ("of", "file", "key"),
+    [
+        ("WhisperProcessor", "preprocessor_config", "feature_extractor_type"),
+        ("CLIPProcessor", "preprocessor_config", "image_processor_type"),
+        ("Qwen2VLProcessor", "video_preprocessor_config", "video_processor_type"),
+        ("Wav2Vec2Processor", "processor_config", "processor_class"),
+    ],
+)
+def test_no_part_of_a_processor_is_another_class(
+    tmp_path: Path, name: str, of: str, file: str, key: str
+) -> None:
+    """transformers imported the module that the class is in, and made a model of files that lay beside."""
+    for settings in ({key: name}, {"feature_extractor": {key: [name]}}):
+        files = {"tokenizer_config": {"tokenizer_class": of}, file: settings}
+        with pytest.raises(UnsupportedError, match=f"its {file}.json names '{name}', which is no class of"):
+            load_tokenizer(file_with(tmp_path / "m.nstf", **files))
+
+
+def test_only_files_of_names_that_we_know_reach_transformers_and_exports(tmp_path: Path) -> None:
+    """A config under another name was read by transformers as it was; pickles were handed on by exports."""
+    from nstf_convert.cli import run
+
+    names = {
+        "config.4.0.0.json": json.dumps({**LLAMA, "num_labels": 10**9, "tokenizer_class": "Trainer"}).encode(),
+        "pytorch_model.bin": b"a pickle", "tokenizer.4.0.0.json": b"{}", "modeling_llama.py": b"import os",
+    }  # fmt: skip
+    config = {**LLAMA, "configuration_files": ["config.4.0.0.json"]}
+    path = tmp_path / "m.nstf"
+    write_artifact(
+        path,
+        tensors(),
+        {"config.json": json.dumps(config).encode(), "tokenizer.json": EXAMPLE.read_bytes(), **names},
+    )
+    with open_artifact(path) as artifact:
+        assert (
+            set(artifact.handed_on())
+            == {"config.json", "tokenizer.json"}
+            == set(artifact.file_names()) - set(names)
+        )
+    assert load_tokenizer(path) is not None
+    assert run(["export", str(path), "--to", "hf", "-o", str(tmp_path / "out"), "--quiet"]) == 0
+    assert not set(names) & {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_words_are_no_arguments() -> None:
