@@ -202,7 +202,8 @@ def _referred(reference: str, whole: Any) -> Any:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        # Python makes no number of more than 4,300 digits.
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 10 and int(name) < len(found):
             found = found[int(name)]
         else:
             return True

@@ -44,6 +44,8 @@ def check_destination(
     folder = output.resolve().parent  # where a link leads
     if not folder.is_dir():
         raise UsageError(f"the folder {folder} does not exist: create it, or give another output")
+    if output.is_symlink() and not output.exists():  # by the name of what it leads to it would be another kind of output
+        raise UsageError(f"the output {output} is a link to {output.resolve()}, which is not there: give another name")
     check_files([folder / name for name in names], overwrite)
     if not output.exists() or (output.is_dir() and not single_file and not any(output.iterdir())):
         return
@@ -89,7 +91,7 @@ def _card(folder: Path) -> str:
 
 
 def _added(folder: Path) -> list[str]:
-    """The names in an older export's folder that are not of an export's files."""
+    """The names in an older export's folder that are not of an export's files; links are not, whatever they are called."""
     card = _card(folder)
 
     def is_ours(name: str) -> bool:
@@ -99,7 +101,7 @@ def _added(folder: Path) -> list[str]:
         return name in WRITTEN or WEIGHTS.fullmatch(name) is not None
 
     with disk_errors(folder):
-        return sorted(entry.name for entry in os.scandir(folder) if not is_ours(entry.name) or entry.is_dir())
+        return sorted(e.name for e in os.scandir(folder) if not is_ours(e.name) or e.is_dir() or e.is_symlink())
 
 
 def check_space(output: Path, size_bytes: int) -> None:

@@ -72,6 +72,11 @@ def test_looking_takes_little_time_whatever_the_schema() -> None:
     assert can_end(chain) and can_end({"anyOf": [{"allOf": [{}]} for _ in range(MOST_PARTS)]})
 
 
+def test_a_reference_by_a_number_of_any_length_is_none() -> None:
+    for number in ("1" * 5000, "9", "١"):
+        assert can_end({"anyOf": [{"$ref": f"#/anyOf/{number}"}, {"type": "integer"}]})
+
+
 def test_names_and_entries_are_counted_but_those_of_enums() -> None:
     assert parts_of({"type": "object", "required": ["a"] * 10}) == 12
     assert parts_of({"enum": list(range(1000))}) == 1

@@ -249,6 +249,20 @@ def test_a_link_into_a_folder_that_is_missing_is_wrong_use(tmp_path: Path) -> No
         writing.check_destination(tmp_path / "l", False)
 
 
+def test_a_link_is_nothing_that_an_export_replaces(tmp_path: Path) -> None:
+    """Neither one that leads nowhere, by whose target's name a GGUF became a folder, nor one in an older export."""
+    (tmp_path / "g.gguf").symlink_to("nowhere")
+    with pytest.raises(UsageError, match=r"g\.gguf is a link to .*nowhere, which is not there"):
+        writing.check_destination(tmp_path / "g.gguf", True, single_file=True)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "README.md").write_text(f"{writing.MARK}\n")
+    (tmp_path / "model.nstf").write_bytes(b"theirs")
+    (folder / "model.safetensors").symlink_to("../model.nstf")
+    with pytest.raises(UsageError, match=r"holds model\.safetensors, which no export writes"):
+        writing.check_destination(folder, overwrite=True)
+
+
 @pytest.mark.parametrize("name", ["Model-F16.gguf", "other.onnx", "other.onnx.data"])
 def test_a_file_of_another_tool_in_an_export_is_not_replaced(tmp_path: Path, name: str) -> None:
     """llama.cpp's converter writes its .gguf into the folder that it reads: an export to hf, say."""
