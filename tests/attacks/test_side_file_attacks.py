@@ -243,7 +243,7 @@ def other_files(folder: Path, kind: str, name: str, stated: dict[str, Any]) -> P
     files = {"tokenizer_config": {"tokenizer_class": kind}}
     files[name] = {**files.get(name, {}), **stated}
     content = {f"{k}.json": json.dumps(v).encode() for k, v in files.items()}
-    content["words.txt"] = b""  # without one that may hold its words there is no tokenizer at all
+    content["dict.txt"] = b""  # without one that may hold its words there is no tokenizer at all
     write_artifact(folder / "m.nstf", tensors(), {"config.json": json.dumps(LLAMA).encode(), **content})
     return folder / "m.nstf"
 
@@ -383,7 +383,7 @@ def test_many_files_of_a_tokenizer_do_not_unpack_to_any_size(tmp_path: Path) -> 
     tokenizer_files.MAX_TOKENIZER_BYTES = 1 << 20
     try:
         load_tokenizer(path)
-        big = file_with(tmp_path / "b.nstf", vocab=b" " * (1 << 19), merges=b" " * (1 << 19))
+        big = file_with(tmp_path / "b.nstf", vocab=b" " * (1 << 19), emoji=b" " * (1 << 19))
         with pytest.raises(CorruptError, match="its tokenizer's files unpack to"):
             load_tokenizer(big)
     finally:
