@@ -22,6 +22,7 @@ def without_hub() -> Iterator[None]:
     from transformers.utils import hub
 
     _replace(hub, "cached_files", _only_here)
+    _replace(hub, "hf_api", lambda *_, **__: _EmptyHub())
     _replace(hub_kernels, "get_kernel", _no_kernel)
     with suppress(ImportError):  # a version that has it elsewhere
         from transformers import backbone_utils

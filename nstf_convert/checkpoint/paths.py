@@ -3,13 +3,13 @@
 import os
 import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, no_place
 from nstf.runtime.artifact.atomic_file import disk_fault
+from nstf.runtime.side_by_side import side_by_side
 
 # Tensors are read in parts of this size, so many side by side.
 PART_BYTES = 16 << 20
@@ -211,8 +211,7 @@ def read_into(file: BinaryIO, start: int, buffer: memoryview, what: str) -> None
         done = read(0)
     else:
         # What is in the system's cache is copied from there: one thread does not reach the memory's bandwidth.
-        with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
-            done = sum(pool.map(read, parts))
+        done = sum(side_by_side(read, parts, READERS))
     if done < len(buffer):
         raise CorruptError(
             f"{what} ends {len(buffer) - done} bytes too early; it is truncated, download it again"

@@ -3,11 +3,13 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from nstf.runtime.side_by_side import side_by_side
 
 BYTES_PER_SAMPLE = 4096
 SAMPLES_PER_TENSOR = 16
@@ -91,9 +93,9 @@ def source_digest(source: Source) -> str:
     small = not is_sampled(source)
     digest, names = hashlib.sha256(b"full" if small else b"sampled"), sorted(source.infos)
     # Reading and hashing go on side by side without Python's lock; other readers have one place in their file.
-    with ThreadPoolExecutor(DIGEST_THREADS if source.kind == "safetensors" else 1) as pool:
-        found = pool.map(lambda name: (full_digest if small else sample_digest)(source, name), names)
-        for name, own in zip(names, found, strict=True):
-            digest.update(f"{len(name)}:{name}".encode())
-            digest.update(own)
+    threads = DIGEST_THREADS if source.kind == "safetensors" else 1
+    found = side_by_side(partial(full_digest if small else sample_digest, source), names, threads)
+    for name, own in zip(names, found, strict=True):
+        digest.update(f"{len(name)}:{name}".encode())
+        digest.update(own)
     return digest.hexdigest()

@@ -44,8 +44,12 @@ def check_destination(
     folder = output.resolve().parent  # where a link leads
     if not folder.is_dir():
         raise UsageError(f"the folder {folder} does not exist: create it, or give another output")
-    if output.is_symlink() and not output.exists():  # by the name of what it leads to it would be another kind of output
-        raise UsageError(f"the output {output} is a link to {output.resolve()}, which is not there: give another name")
+    if (
+        output.is_symlink() and not output.exists()
+    ):  # by the name of what it leads to it would be another kind of output
+        raise UsageError(
+            f"the output {output} is a link to {output.resolve()}, which is not there: give another name"
+        )
     check_files([folder / name for name in names], overwrite)
     if not output.exists() or (output.is_dir() and not single_file and not any(output.iterdir())):
         return
@@ -101,7 +105,9 @@ def _added(folder: Path) -> list[str]:
         return name in WRITTEN or WEIGHTS.fullmatch(name) is not None
 
     with disk_errors(folder):
-        return sorted(e.name for e in os.scandir(folder) if not is_ours(e.name) or e.is_dir() or e.is_symlink())
+        return sorted(
+            e.name for e in os.scandir(folder) if not is_ours(e.name) or e.is_dir() or e.is_symlink()
+        )
 
 
 def check_space(output: Path, size_bytes: int) -> None:

@@ -40,7 +40,9 @@ def _printable(text: str) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory ended, in whichever class a library says so: torch raises a RuntimeError, mappings an OSError."""
-    found = isinstance(error, MemoryError) or "allocate memory" in str(error)
+    # The last is what oneDNN says, of a product that it finds no room for among other things.
+    said = ("allocate memory", "could not create a primitive")
+    found = isinstance(error, MemoryError) or any(words in str(error) for words in said)
     return found or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
