@@ -61,18 +61,19 @@ class Session:
         self,
         options: ConvertOptions,
         stages: Stages,
-        may_drop: bool = True,
+        only_calibrates: bool = False,
         given: Machine | None = None,
         check: Callable[["Session"], None] | None = None,
         any_size: bool = False,
     ) -> None:
         """any_size: plans of other sizes than the budget's are wanted.
-        may_drop: large Hessians may be used while they are there and not stored. given: what a helper's process may use,
+        only_calibrates: nothing is converted, and all Hessians are kept, where large ones are else used while they are
+        there and not stored. given: what a helper's process may use,
         as the first process found it (nstf_convert.pipeline.helpers); it opens the model only, until `join`. check: is
         called once the model is open, before anything is written or takes long."""
         self._begun = time.perf_counter()
         self.helper = given is not None
-        self.may_drop, self.any_size = may_drop, any_size
+        self.only_calibrates, self.any_size = only_calibrates, any_size
         self.options = options
         self.windows: dict[str, int] = {}
         self.stages = stages
@@ -129,7 +130,9 @@ class Session:
         """Starts helpers on the same GPU, before this process spends its time on imports. What keeps all Hessians makes no
         candidates."""
         count = (
-            0 if self.helper or not self.may_drop else count_beside(self.machine, self.checkpoint.total_bytes)
+            0
+            if self.helper or self.only_calibrates
+            else count_beside(self.machine, self.checkpoint.total_bytes)
         )
         self.beside = Helpers(self.options, self._folder, self.machine, count, self.any_size)
         self._opened.callback(self.beside.close)
@@ -414,7 +417,12 @@ class Session:
                 list(self.units.values()), self.options, self.machine, self.checkpoint.total_bytes,
                 text, calibrations.drops_hessians(self, self.model), self.beside.count,
             )  # fmt: skip
-        found = replace(found, begun=time.perf_counter() - self._begun)
+        seconds = {
+            stage: value
+            for stage, value in found.seconds.items()
+            if stage == "calibration" or not self.only_calibrates
+        }
+        found = replace(found, seconds=seconds, begun=time.perf_counter() - self._begun)
         self.stages.expect(found.seconds)
         machine = self.machine
         memory = [(found.host_bytes, machine.host_bytes, "memory")]

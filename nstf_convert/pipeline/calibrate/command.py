@@ -20,7 +20,7 @@ def calibrate(options: ConvertOptions) -> Path:
     if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     check = possible.check if options.context is not None else None
-    with Session(options, Stages(), may_drop=False, check=check) as session:
+    with Session(options, Stages(), only_calibrates=True, check=check) as session:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         made = session.calibration.path

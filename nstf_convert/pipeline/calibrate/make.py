@@ -140,7 +140,7 @@ def drops_hessians(session: "Session", model: StreamedModel) -> bool:
         return False
     units = [session.units[w] for _, _, w in model.linear_modules()]
     widths = [u.elements // u.inner_shape[0] for u in units]
-    return session.may_drop and sum(4 * n * n for n in widths) > HESSIAN_BYTES
+    return not session.only_calibrates and sum(4 * n * n for n in widths) > HESSIAN_BYTES
 
 
 def _proposing(session: "Session", identity: str) -> Consumer:

@@ -32,6 +32,30 @@ from .conftest import WORDS
 SPLITS = {"fit": fit_batches, "held_out": held_out_batches, "report": report_batches}
 
 
+def test_the_time_that_calibrate_says_is_that_of_the_calibration_alone(small, tmp_path, monkeypatch) -> None:
+    """It said what a conversion of the model would take: four times as long on 135 M parameters."""
+    from nstf_convert.pipeline import Budget, ConvertOptions
+    from nstf_convert.pipeline.session import Session
+
+    seen = []
+
+    def told(self: Session):
+        seen.append(original(self))
+        return seen[-1]
+
+    original = Session._predict
+    monkeypatch.setattr(Session, "_predict", told)
+    calibrate(
+        ConvertOptions(
+            model=str(small.folder), output=tmp_path / "cal.safetensors", budget=Budget("ratio", 0.5),
+            datasets=(str(small.text),), samples=4, seq_len=32,
+        )
+    )  # fmt: skip
+    (found,) = seen
+    assert found.seconds.keys() == {"calibration"} and found.total_seconds < 60
+    assert found.total_seconds == found.begun + found.seconds["calibration"]
+
+
 @pytest.fixture(scope="module")
 def file(small, tmp_path_factory) -> TensorFile:
     """The calibration of the small model on two texts."""
