@@ -33,7 +33,7 @@ FEWEST_WINDOWS = 4
 # When a format is looked at: the share of the weights that are encoded front to back, and how many times what the mix lost
 # it may be expected to lose. Of 21 pairs of files that were finished (docs/conversion.md) the expectation was at most 1.09
 # times what the format then measured, and mostly less: formats that are stopped lose 1.15 times what the mix does, or more.
-LOOKS = ((1 / 6, 1.4), (1 / 3, 1.25))
+LOOKS = ((1 / 6, 1.3), (1 / 3, 1.25))
 # How many times what the mix lost a format may be expected to lose by a few layers: where Hessians are kept some of all
 # depths, whose tensors are encoded on their own, else so large a share of the weights, the first ones of the pass.
 FIRST_LOOK = 2.0
