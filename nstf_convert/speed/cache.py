@@ -46,14 +46,18 @@ def identity(isa: str, threads: int) -> dict[str, Any]:
     return {"processor": _processor(), "isa": isa, "threads": threads, "kernels": _kernels()}
 
 
+def digest(of: Mapping[str, Any]) -> str:
+    """The SHA-256 of what an identity says, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+
 class SpeedCache:
     """The file of one identity. `seconds`: by key, as read and as added to."""
 
     def __init__(self, of: Mapping[str, Any], where: Path | None) -> None:
         """where: the folder; None keeps nothing."""
         self._identity = dict(of)
-        digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
-        self.path = None if where is None else where / f"speed-{digest[:12]}.json"
+        self.path = None if where is None else where / f"speed-{digest(of)[:12]}.json"
         self.seconds = self._read()
 
     def add(self, found: Mapping[str, float]) -> None:

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from nstf.kernels.formats import Node
 from nstf.kernels.formats.tree import Shape
@@ -19,13 +20,28 @@ BUSY = 1.5
 Stored = tuple[Node, Shape, int]
 
 
+class Kept(Protocol):
+    """Where a conversion's own results are kept by key: `nstf_convert.pipeline.store`."""
+
+    def find_metadata(self, key: str) -> dict[str, Any] | None:
+        """What was put under a key, or None."""
+
+    def put(self, key: str, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Keeps a result."""
+
+
 class Prices:
     """What products cost on some targets: measured where one is here, by the model of its architecture elsewhere."""
 
-    def __init__(self, targets: Sequence[Target], threads: int, size_bytes: int) -> None:
-        """threads: of the CPU; size_bytes: of the whole file, which decides what caches hold."""
+    def __init__(
+        self, targets: Sequence[Target], threads: int, size_bytes: int, own: Kept | None = None
+    ) -> None:
+        """threads: of the CPU; size_bytes: of the whole file, which decides what caches hold. own: the conversion's work
+        directory. What it was planned with stays there, so that one that is resumed has the same prices and makes the same
+        plan, whatever the user's cache has become."""
         self.targets = tuple(targets)
-        self.threads, self.size_bytes = threads, size_bytes
+        self.threads, self.size_bytes, self._own = threads, size_bytes, own
+        self._settled: set[tuple[str, str]] = set()
         self._caches = {
             t.isa: cache.SpeedCache(cache.identity(t.isa, threads), cache.folder())
             for t in targets
@@ -66,15 +82,14 @@ class Prices:
         return self._caches[target.isa].seconds[convolutions.pool_key(layer, tree, self.size_bytes)]
 
     def _measure_convolutions(self, target: Target, layer: Layer, trees: Sequence[Node]) -> None:
-        kept = self._caches[target.isa]
         keys = {convolutions.pool_key(layer, tree, self.size_bytes): tree for tree in trees}
-        missing = {key: tree for key, tree in keys.items() if key not in kept.seconds}
-        if missing:
-            _warn_where_busy(self)
-            found = convolutions.measure(
-                layer, list(missing.values()), target.isa, self.threads, self.size_bytes
-            )
-            kept.add(dict(zip(missing, found, strict=True)))
+
+        def measured(missing: Sequence[str]) -> Mapping[str, float]:
+            own = [keys[key] for key in missing]
+            found = convolutions.measure(layer, own, target.isa, self.threads, self.size_bytes)
+            return dict(zip(missing, found, strict=True))
+
+        self._settle(target, list(keys), measured)
 
     def _of(self, target: Target, stored: Stored, batch: int) -> float:
         parts = list(atoms_of(*stored))
@@ -92,16 +107,37 @@ class Prices:
         self._known |= {(target.name, batch, a): value for a, value in found.items()}
 
     def _measured(self, target: Target, atoms: Sequence[Atom], batch: int) -> dict[Atom, float]:
-        kept = self._caches[target.isa]
         pool = measure.pool_bytes(self.size_bytes)
         samples = {a: a.sample for a in atoms}
         keys = {s: f"{pool} {batch} {s.key}" for s in samples.values()}
-        missing = [s for s, key in keys.items() if key not in kept.seconds]
-        if missing:
+
+        def measured(missing: Sequence[str]) -> Mapping[str, float]:
+            wanted = [s for s, key in keys.items() if key in missing]
+            found = measure.measure(wanted, target.isa, self.threads, self.size_bytes, batch)
+            return {keys[s]: value for s, value in found.items()}
+
+        self._settle(target, list(keys.values()), measured)
+        seconds = self._caches[target.isa].seconds
+        return {a: seconds[keys[s]] * a.rows / s.rows for a, s in samples.items()}
+
+    def _settle(
+        self, target: Target, keys: Sequence[str], measured: Callable[[Sequence[str]], Mapping[str, float]]
+    ) -> None:
+        """Brings prices into `self._caches`: those of this conversion's earlier run, else the user's, else `measured`."""
+        kept = self._caches[target.isa]
+        keys = [key for key in dict.fromkeys(keys) if (target.isa, key) not in self._settled]
+        if not keys:
+            return
+        name = cache.digest({**cache.identity(target.isa, self.threads), "wanted": sorted(keys)})
+        earlier = None if self._own is None else self._own.find_metadata(name)
+        if earlier is not None:
+            kept.seconds |= earlier["seconds"]
+        elif missing := [key for key in keys if key not in kept.seconds]:
             _warn_where_busy(self)
-            found = measure.measure(missing, target.isa, self.threads, self.size_bytes, batch)
-            kept.add({keys[s]: value for s, value in found.items()})
-        return {a: kept.seconds[keys[s]] * a.rows / s.rows for a, s in samples.items()}
+            kept.add(measured(missing))
+        if earlier is None and self._own is not None:
+            self._own.put(name, {}, {"seconds": {key: kept.seconds[key] for key in keys}})
+        self._settled |= {(target.isa, key) for key in keys}
 
 
 def _warn_where_busy(prices: Prices) -> None:
@@ -113,6 +149,6 @@ def _warn_where_busy(prices: Prices) -> None:
         prices.warned = True
         log.warning(
             "kernels are timed on a busy machine (a load of %.1f on %d cores): formats may be misjudged; on an idle one "
-            "remove %s and convert again",
+            "remove %s, and the work directory if it was kept, and convert again",
             load, cores, cache.folder() or "the cache",
         )  # fmt: skip

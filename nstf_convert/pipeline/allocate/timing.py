@@ -61,7 +61,7 @@ class Timing:
         options = session.options
         self.session, self.prefer = session, options.prefer
         self.targets = targets.parse(options.target or (), session.machine.on_gpu)
-        self.prices = Prices(self.targets, session.threads, size_bytes)
+        self.prices = Prices(self.targets, session.threads, size_bytes, session.work)
         self.token = Token(session.config, session.threads, self.prices)
         # A runtime for GPUs stacks these into one matrix where they are stored alike; the CPU's engine has nothing to gain.
         units = [u for u in session.units.values() if len(u.shape) == 2]

@@ -52,6 +52,48 @@ def test_a_price_is_measured_once_and_found_by_the_next_conversion(measured) -> 
     assert len(measured) == 2
 
 
+class Folder:
+    """A work directory, as far as prices know it."""
+
+    def __init__(self) -> None:
+        self.kept = {}
+
+    def find_metadata(self, key):
+        return self.kept.get(key)
+
+    def put(self, key, tensors, metadata) -> None:
+        assert key not in self.kept and not tensors
+        self.kept[key] = json.loads(json.dumps(metadata))
+
+
+def test_a_conversion_that_is_resumed_has_its_prices_again_without_the_cache(
+    measured, monkeypatch, tmp_path
+) -> None:
+    """Measured anew they differ a little, and so did the file: in a container, say, whose cache is gone."""
+    work = Folder()
+    first = price(INT4, own=work), price(SHUFFLE, own=work)
+    assert len(measured) == 2 == len(work.kept)
+
+    def slower(atoms, isa, threads, size_bytes, batch=1):
+        measured.append(atoms)
+        return {a: 3e-6 * a.rows for a in atoms}
+
+    monkeypatch.setattr(measure, "measure", slower)
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "new")
+    assert (price(INT4, own=work), price(SHUFFLE, own=work)) == first
+    assert len(measured) == 2
+    # Another conversion measures, and so does this one what it has not asked for.
+    assert price(INT4, own=Folder()) == pytest.approx(3 * first[0])
+    assert price(INT4, own=work, threads=2) == pytest.approx(3 * first[0])
+
+
+def test_a_conversion_keeps_prices_that_the_cache_had(measured, monkeypatch, tmp_path) -> None:
+    known, work = price(INT4), Folder()
+    assert price(INT4, own=work) == known and len(measured) == 1
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "new")
+    assert price(INT4, own=work) == known and len(measured) == 1
+
+
 @pytest.mark.parametrize("change", [{"threads": 2}, {"size_bytes": 1 << 24}])
 def test_other_threads_and_other_caches_have_prices_of_their_own(measured, change) -> None:
     price(INT4)
