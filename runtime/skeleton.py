@@ -36,10 +36,15 @@ _IGNORED_KEYS = frozenset(
 # Whether OPT has a last norm, its only word for that: a private field like others, but true or false leads nowhere.
 _PRIVATE_FLAG = "_remove_final_layer_norm"
 _LABELS = ("id2label", "label2id")
-# Where transformers keeps models and what their inputs are made with.
-_OF_MODELS = (
+# How transformers calls the modules of models, of their configs and of what makes their inputs, and those that stand for
+# missing libraries. They lie in the first, or are called as their bases' modules are.
+_PLACES = (
     "models.", "configuration_utils", "feature_extraction", "image_processing", "modeling_utils", "processing_utils",
     "tokenization_", "video_processing",
+)  # fmt: skip
+_OF_MODELS = (
+    "configuration_", "feature_extraction_", "image_processing_", "modeling_", "processing_", "tokenization_",
+    "video_processing_",
 )  # fmt: skip
 _MAX_DEPTH = 16
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -221,8 +226,9 @@ def exported(name: str) -> Any:
     """
     import transformers
 
-    module = getattr(transformers, "_class_to_module", {}).get(name, "")
-    known = module.startswith(_OF_MODELS) or module.split(".")[-1].startswith("dummy_")
+    place = getattr(transformers, "_class_to_module", {}).get(name, "")
+    module = place.split(".")[-1]
+    known = module.startswith("dummy_") or (place.startswith(_PLACES) and module.startswith(_OF_MODELS))
     return getattr(transformers, name, None) if known else None
 
 
