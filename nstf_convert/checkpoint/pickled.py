@@ -21,6 +21,8 @@ NAMES = {
     ("torch.storage", "UntypedStorage"),
     ("torch", "Size"),
 }
+# Those that are called; a storage is named in ids alone.
+CALLED = NAMES - {("torch.storage", "UntypedStorage")}
 # A storage names its type: torch FloatStorage, HalfStorage ...; with untyped ones, torch float32 ...
 _STORAGE = "Storage"
 # Of a pickle: 2^18 tensors take 30 MB.
@@ -32,6 +34,9 @@ _ONES = {
     "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT",
     "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_TUPLE", "EMPTY_DICT", "EMPTY_LIST",
 }  # fmt: skip
+# What may have grown by the time that it is used: lists and dictionaries, and tuples with one inside.
+_GROWS = object()
+_GROWING = {"EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT"}
 # The word `storage`, its type, its record, a device and its elements.
 _ID_PARTS = 5
 _POPS = {"POP": 1, "APPEND": 1, "SETITEM": 2, "BUILD": 1}
@@ -85,6 +90,14 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
     marks: list[int] = []
     memo: dict[Any, tuple[int, Any]] = {}
     words: list[str] = []  # the last two strings: STACK_GLOBAL takes its names from there
+    # Objects that calls copy and that keys are hashed by, all together: one that is there once can be used again and again.
+    used, most = 0, MOST_NESTED + len(data)
+
+    def use(count: int) -> None:
+        nonlocal used
+        used += count
+        if used > most:
+            raise UnsupportedError("one object in too many others")
 
     def pop(count: int) -> tuple[int, list[Any]]:
         if count > len(stack) - (marks[-1] if marks else 0):
@@ -106,7 +119,7 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
         if "UNICODE" in name:
             words = [*words[-1:], str(argument)]
         if name in _ONES:
-            push(1, argument)
+            push(1, _GROWS if name in _GROWING else argument)
         elif name == "GLOBAL":
             _check_name(*_pair(argument))
             push(1, _pair(argument))
@@ -127,24 +140,41 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
         elif name in ("TUPLE", "LIST", "DICT"):
             held, values = to_mark()
             marks.pop()
-            push(1 + held if name == "TUPLE" else 1, values if len(values) == _ID_PARTS else None)
+            if name != "TUPLE":
+                use(held if name == "DICT" else 0)
+                push(1, _GROWS)
+            else:
+                push(1 + held, _tuple_of(values))
         elif name in ("APPENDS", "SETITEMS", "POP_MARK"):
-            to_mark()
+            held = to_mark()[0]
             marks.pop()
+            use(held if name == "SETITEMS" else 0)
         elif name in _TUPLES:
-            push(1 + pop(_TUPLES[name])[0])
+            held, values = pop(_TUPLES[name])
+            push(1 + held, _tuple_of(values))
         elif name == "REDUCE":
-            pop(2)
+            held, (called, given) = pop(2)
+            if not isinstance(called, tuple) or called not in CALLED or given is _GROWS:
+                raise UnsupportedError("a call that makes no tensor")
+            use(held)
             push(1)
         elif name == "BINPERSID":
             _check_storage(pop(1)[1][0], records)
             push(1)
         elif name in _POPS:
-            pop(_POPS[name])
+            held = pop(_POPS[name])[0]
+            use(held if name == "SETITEM" else 0)
         elif name == "DUP":
             push(*stack[-1])
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise UnsupportedError(f"made by {name}")
+
+
+def _tuple_of(values: list[Any]) -> Any:
+    """What is known of a tuple: its values where it may be the id of a storage."""
+    if any(value is _GROWS for value in values):
+        return _GROWS
+    return values if len(values) == _ID_PARTS else None
 
 
 def _check_storage(parts: Any, records: Mapping[str, int]) -> None:

@@ -234,7 +234,14 @@ def pickled(*instructions: bytes) -> bytes:
 
 
 KEY, BILLION = b"X\x01\x00\x00\x00a", b"\x8a\x05" + (10**9).to_bytes(5, "little")
+# A tuple of 2^14 others, in a hundred bytes.
+NESTED = b")q\x00" + b"h\x00h\x00\x86q\x00" * 13
 HOSTILE = {
+    "a storage that is called": pickled(KEY, b"ctorch.storage\nUntypedStorage\n", BILLION, b"\x85R"),
+    "a size of a list that may grow": pickled(KEY, b"ctorch\nSize\n](K\x01K\x02e\x85R"),
+    "many sizes of one tuple": pickled(KEY, b"(", NESTED, b"ctorch\nSize\nh\x00\x85R" * 20, b"l"),
+    "many keys of one tuple": pickled(KEY, NESTED, b"0}(", b"h\x00N" * 20, b"u"),
+    "many single keys of one tuple": pickled(KEY, NESTED, b"0}", b"h\x00Ns" * 20),
     "memory": pickled(KEY, b"cbuiltins\nbytearray\n", BILLION, b"\x85R"),
     "a tensor that nobody wrote": pickled(KEY, b"ctorch\nTensor\n", BILLION, b"\x85R"),
     "a key whose hash takes for ever": pickled(b")q\x00", b"h\x00h\x00\x86q\x00" * 60, KEY),
