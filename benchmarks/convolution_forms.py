@@ -179,7 +179,7 @@ def compare(folder: Path, how: Work) -> tuple[Any, Any, Any]:
             samples=how.pictures, work_dir=how.work_dir or Path(temporary) / "work", threads=torch.get_num_threads(),
             device=how.device,
         )  # fmt: skip
-        with Session(options, Stages(), may_drop=False) as session:
+        with Session(options, Stages(), only_calibrates=True) as session:
             units = [u for u in session.units.values() if u.kept is None and len(u.shape) == 4]
             mixed: dict[str, dict[str, Recipe]] = {}
             # All forms once with each number of steps: when time runs out it is the most steps that are missing.

@@ -257,7 +257,7 @@ def main() -> None:
             args.model, Path(folder) / "none.nstf", Budget("ratio", 0.25), tuple(args.dataset), device=args.device,
             samples=args.samples, prefer="size", work_dir=args.work_dir or Path(folder) / "work",
         )  # fmt: skip
-        with Session(options, Stages(), may_drop=False) as session:
+        with Session(options, Stages(), only_calibrates=True) as session:
             run(session, args, until)
 
 

@@ -96,7 +96,7 @@ def compare(folder: Path, threads: int, pictures: int, only: Sequence[str] | Non
             str(folder), Path(temporary) / "none.nstf", Budget("ratio", 0.25), (str(data),), prefer="size",
             samples=pictures, work_dir=Path(temporary) / "work", threads=threads,
         )  # fmt: skip
-        with Session(options, Stages(), may_drop=False) as session:
+        with Session(options, Stages(), only_calibrates=True) as session:
             unit = next(u for u in session.units.values() if u.role == "conv")
             rank = math.prod(unit.inner_shape[1:])
             for name, recipe in forms(unit.inner_shape[0], rank).items():

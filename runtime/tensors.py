@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from nstf.errors import UsageError
+from nstf.errors import NstfError, UsageError, out_of_memory
 from nstf.kernels.formats import FormatError, decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.header import corrupt, short
@@ -39,10 +40,8 @@ class DecodedTensors(Mapping[str, Tensor]):
         if name not in self._artifact.manifest.tensors:
             raise KeyError(name)
         self._artifact.check_unchanged()
-        try:
+        with decoding(self._artifact.where, name):
             values = decode(self._artifact.encoded(name))
-        except FormatError as error:
-            raise corrupt(self._artifact.path, f"tensor {short(name)}: {error}") from error
         stated = self._artifact.record(name).dtype
         source = dense.torch_dtype(stated) if stated in dense.DTYPES else torch.float32
         dtype = self._dtype or source
@@ -53,6 +52,22 @@ class DecodedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+@contextmanager
+def decoding(path: str, name: str) -> Iterator[None]:
+    """Says of which tensor of a file it is where its numbers contradict one another (CorruptError), or where memory ends
+    (NstfError): a file of a few bytes may describe one that no machine holds."""
+    try:
+        yield
+    except FormatError as error:
+        raise corrupt(path, f"tensor {short(name)}: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise NstfError(
+            f"{path}: not enough memory for tensor {short(name)}; free some, or raise its limit"
+        ) from error
 
 
 def named_dtype(dtype: torch.dtype | str) -> torch.dtype:

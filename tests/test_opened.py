@@ -9,10 +9,25 @@ import torch
 
 import nstf
 import nstf.runtime.artifact
-from nstf.errors import CorruptError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
 V1 = GOLDEN / "v1.nstf"
+
+
+def test_a_tensor_that_no_memory_holds_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 KB may describe 2^40 elements; torch raises a RuntimeError of several lines."""
+
+    def decode(*_: object) -> torch.Tensor:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr("nstf.runtime.tensors.decode", decode)  # first: importing the module takes the other's
+    monkeypatch.setattr("nstf.kernels.formats.decode", decode)
+    said = "v1.nstf: not enough memory for tensor 'int.4'; free some"
+    with nstf.open(V1) as file, pytest.raises(NstfError, match=said):
+        file.decode("int.4")
+    with pytest.raises(NstfError, match=said):
+        nstf.runtime.load_tensors(V1)["int.4"]
 
 
 def test_tensors_are_described_as_they_are_stored() -> None:

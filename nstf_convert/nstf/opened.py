@@ -136,16 +136,14 @@ class File:
         """One dense tensor, computed in float32 and given back as `dtype` (None: float32).
 
         The other tensors are not read. Raises UsageError for an unknown name, CorruptError for stored numbers that
-        contradict one another, ValueError after `close`.
+        contradict one another, NstfError where memory ends, ValueError after `close`.
         """
-        from nstf.kernels.formats import FormatError, decode
-        from nstf.runtime.artifact.header import corrupt, short
+        from nstf.kernels.formats import decode
+        from nstf.runtime.tensors import decoding
 
         encoded = self._artifact.encoded(name)
-        try:
+        with decoding(str(self.path), name):
             return decode(encoded, dtype).clone()
-        except FormatError as error:
-            raise corrupt(self.path, f"tensor {short(name)}: {error}") from error
 
     def verify(self) -> Verified:
         """Reads the whole file and checks every SHA-256. Raises CorruptError that names what differs."""
