@@ -2,6 +2,7 @@
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -12,6 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nstf.runtime.artifact.config import Limits
+
+# What of tensors that are alive together may be made, times what one may have; and elements of those that count.
+TOGETHER, COUNTED = 4, 1 << 14
 
 
 @contextmanager
@@ -118,11 +122,14 @@ def _small_tables(most: int) -> Iterator[None]:
 
 class _SmallBuffers(TorchFunctionMode):
     """Refuses a tensor larger than all of the file together, also where only its memory is asked for, as of a parameter.
-    So is a view as large (a grid), which takes none: whatever is called with it next makes one that does."""
+    So is a view as large (a grid), which takes none: whatever is called with it next makes one that does. And several times
+    as much in tensors that are alive together: a table for each of a thousand layers."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
+        self._alive: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._together = 0  # elements of these, and of some that are gone
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,9 +140,25 @@ class _SmallBuffers(TorchFunctionMode):
             _refuse(size)
         made = func(*args, **kwargs)
         for x in made if isinstance(made, list | tuple) else (made,):
-            if isinstance(x, torch.Tensor) and x.numel() > self._most and x.device.type != "meta":
-                _refuse(x.numel())
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                if x.numel() > self._most:
+                    _refuse(x.numel())
+                if x.numel() >= COUNTED and not x._is_view():
+                    self._count(x)
         return made
+
+    def _count(self, x: torch.Tensor) -> None:
+        known = self._alive.get(id(x))
+        if known is not None and known[0]() is x:  # what works in place gives the same tensor again
+            return
+        self._together += x.numel() - (known[1] if known is not None else 0)
+        self._alive[id(x)] = weakref.ref(x), x.numel()
+        if self._together <= TOGETHER * self._most:
+            return
+        self._alive = {key: entry for key, entry in self._alive.items() if entry[0]() is not None}
+        self._together = sum(size for _, size in self._alive.values())
+        if self._together > TOGETHER * self._most:
+            _refuse(self._together)
 
 
 _FILLED = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.eye)

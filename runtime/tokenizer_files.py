@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     Raises UnsupportedError when there are no such files or transformers cannot read them, CorruptError for a config that the
     tensors do not bear out.
     """
-    with open_artifact(path) as artifact:
+    with open_artifact(path) as artifact, _enough_memory(os.fspath(path)):
         names = [name for name in artifact.handed_on() if name not in _NOT_TOKENIZER]
         if not names:
             raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
@@ -55,6 +56,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
             # transformers makes the model's config to find the tokenizer's class: a label for each of num_labels, say.
             files["config.json"] = json.dumps(harmless(artifact.config())).encode()
         return tokenizer_from_files(files, os.fspath(path))
+
+
+@contextmanager
+def _enough_memory(where: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise NstfError(
+            f"{where}: not enough memory for its tokenizer; free some, or raise its limit"
+        ) from error
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:

@@ -21,7 +21,9 @@ def test_a_tensor_that_no_memory_holds_is_one_line(monkeypatch: pytest.MonkeyPat
     def decode(*_: object) -> torch.Tensor:
         return torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr("nstf.runtime.tensors.decode", decode)  # first: importing the module takes the other's
+    monkeypatch.setattr(
+        "nstf.runtime.tensors.decode", decode
+    )  # first: importing the module takes the other's
     monkeypatch.setattr("nstf.kernels.formats.decode", decode)
     said = "v1.nstf: not enough memory for tensor 'int.4'; free some"
     with nstf.open(V1) as file, pytest.raises(NstfError, match=said):

@@ -122,7 +122,9 @@ def next_step(output: Path, report: Mapping[str, Any]) -> str:
 
 def check_reports(reports: list[Path], output: Path, inputs: list[str], force: bool) -> None:
     """Raises UsageError for a report that cannot be written without losing anything, before hours of work."""
-    for path in reports:
+    for number, path in enumerate(reports):
+        if any(path.resolve() == other.resolve() for other in reports[:number]):
+            raise UsageError(f"--report {path} is given twice: give another name")
         if path.suffix.lower() not in REPORT_SUFFIXES:
             raise UsageError(f"--report {path}: the name must end in .html or .json")
         if path.resolve() == output.resolve():

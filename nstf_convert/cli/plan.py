@@ -14,7 +14,7 @@ from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.schema import with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import before_imports
-from nstf_convert.inputs import check_place, keep_inputs
+from nstf_convert.inputs import check_place, keep_apart, keep_inputs
 
 
 @with_options(
@@ -85,6 +85,7 @@ def show_frontier(
         if not svg.parent.is_dir():
             raise UsageError(f"--svg {svg}: the folder {svg.parent} does not exist")
         keep_inputs(svg, [model, *(settings["datasets"] or []), settings["calibration"]], "--svg")
+        keep_apart(settings["work_dir"], [svg])
         check_place(svg)
     chosen = options.build_options(model, unwritten(model, settings), None, settings, force=True)
     before_imports(model, chosen)

@@ -149,6 +149,10 @@ class Artifact:
             content = unpacker.decompress(stored, record.size + 1)
         except zlib.error as error:
             raise corrupt(self.where, f"file {name!r} cannot be unpacked ({error})") from error
+        except MemoryError as error:
+            raise NstfError(
+                f"{self.where}: not enough memory for its file {name!r}; free some, or raise its limit"
+            ) from error
         if len(content) != record.size or not unpacker.eof or unpacker.unused_data:
             raise corrupt(self.where, f"file {name!r} does not unpack to the {record.size} bytes stated")
         return content

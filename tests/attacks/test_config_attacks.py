@@ -399,6 +399,15 @@ UNNAMED: dict[str, dict[str, Any]] = {
             "out_features": ["stage2", "stage3", "stage4"], "layer_type": "basic",
         },
     },
+    "a table for each of many layers": {
+        "architectures": ["GPTJForCausalLM"], "model_type": "gptj", "vocab_size": 64, "n_embd": 64, "n_layer": 60,
+        "n_head": 4, "rotary_dim": 16, "n_positions": 2**20,
+    },
+    "masks of many layers": {
+        "architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "vocab_size": 64, "hidden_size": 32,
+        "num_layers": 60, "num_heads": 2, "attention_types": [[["global", "local"], 30]], "intermediate_size": 64,
+        "max_position_embeddings": 4096,
+    },
     "positions": {
         "architectures": ["Qwen3_5MoeVisionModel"], "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 2**31,
     },

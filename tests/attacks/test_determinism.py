@@ -1,4 +1,4 @@
-"""One conversion in many surroundings gives one file. What may differ is at the end of SECURITY.md's section on integrity.
+"""One conversion in many surroundings gives one file. SECURITY.md says what may differ.
 
 Threads, hash seed, folder and time zone are in tests/nstf_convert/pipeline/test_resume.py too, for `make test`.
 """
