@@ -137,7 +137,22 @@ def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
         raise UnsupportedError(f"{artifact.path}: transformers saves no {type(model).__name__}")
     for name in artifact.handed_on():
         (folder / name).write_bytes(artifact.file(name))
-    model.save_pretrained(folder, max_shard_size=shard_bytes)
+    with _no_bar():
+        model.save_pretrained(folder, max_shard_size=shard_bytes)
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """transformers draws a bar of its own while it writes, beside ours and with `--quiet`."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def refuse_artifact(source: object, loader: str) -> None:

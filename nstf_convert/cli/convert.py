@@ -87,7 +87,7 @@ def convert(
         data["roofline"] = measure_roofline(result.output) if profile else None
     written: list[Path] = []
     taken: list[Path] = []
-    for path in dict.fromkeys(report or []):
+    for path in {path.resolve(): path for path in report or []}.values():  # one file, however it is spelled
         if os.path.lexists(path) and not settings["force"]:
             taken.append(path)
         else:
@@ -122,9 +122,7 @@ def next_step(output: Path, report: Mapping[str, Any]) -> str:
 
 def check_reports(reports: list[Path], output: Path, inputs: list[str], force: bool) -> None:
     """Raises UsageError for a report that cannot be written without losing anything, before hours of work."""
-    for number, path in enumerate(reports):
-        if any(path.resolve() == other.resolve() for other in reports[:number]):
-            raise UsageError(f"--report {path} is given twice: give another name")
+    for path in reports:
         if path.suffix.lower() not in REPORT_SUFFIXES:
             raise UsageError(f"--report {path}: the name must end in .html or .json")
         if path.resolve() == output.resolve():

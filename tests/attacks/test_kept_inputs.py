@@ -44,7 +44,6 @@ COMMANDS = [
     ["convert", "model", "--budget", "0.5", "--work-dir", "new.nstf", "-o", "new.nstf"],
     ["calibrate", "model", "--work-dir", "new.cal", "-o", "new.cal"],
     ["plan", "model", "--frontier", "--work-dir", "exported", "--svg", "exported/job.json"],
-    ["convert", "model", "--budget", "0.5", "-o", "new.nstf", "--report", "r.json", "--report", "texts/../r.json"],
     *([*EVAL, name] for name in ("m.nstf", "q.jsonl", "texts/a.txt", "model/config.json", "link.xml")),
     *([*PLAN, name] for name in ("c.calibration", "texts/a.txt", "model/model.safetensors")),
     *([*CONVERT, "-o", "new.nstf", "--report", f"model/{name}.json"] for name in ("config", "tokenizer")),
