@@ -13,12 +13,18 @@ import numpy as np
 
 from nstf.errors import UnsupportedError
 from nstf.kernels.formats import EncodedTensor
+from nstf.runtime.artifact.header import short
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.gguf_names import check_windows, llama3_factors
 
 MICROSOFT = "com.microsoft"
 OPSET = 18
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+# Whole numbers of a config that the graph is made by.
+_COUNTS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
 # What the graph reads. Frequencies of rotary embeddings, which old checkpoints hold, it computes itself.
 _PLACES = re.compile(
     r"model\.(embed_tokens|norm)\.weight|lm_head\.(weight|bias)|model\.layers\.\d+\.("
@@ -44,6 +50,14 @@ def check(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"target 'onnx': rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
         )
+    for key in _COUNTS:
+        if (
+            config.get(key) is not None and type(config[key]) is not int
+        ):  # int() would take a text, which loading refuses
+            raise UnsupportedError(
+                f"target 'onnx': its config.json says {key} is {short(config[key])}, expected a whole number; "
+                "fetch or convert it again"
+            )
     check_windows("onnx", config)
 
 

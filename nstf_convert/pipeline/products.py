@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nstf.quantizers.rounding.products import precision
+
 # Mixes of more bits a weight lose so little that rounded products would drown it: exact ones gave 5 % less divergence at 8
 # bits (sample LLaMA).
 EXACT_BITS = 5.0
@@ -32,7 +34,7 @@ def fast_products() -> Iterator[None]:
     open, and a second moment of rounded inputs is still positive semi-definite. Not for anything that is reported, and not
     for what turns positions into angles: torch rounds those too (`rounded_layers`).
     """
-    with _precision("medium"):
+    with precision("medium"):
         yield
 
 
@@ -79,7 +81,7 @@ def layers_in(model: nn.Module, rows: int) -> Iterator[None]:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Products are computed in float32 inside a block of `fast_products`. In one of `rounded_layers` layers still round."""
-    with _precision("highest"):
+    with precision("highest"):
         yield
 
 
@@ -108,16 +110,6 @@ def repeatable(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = filled
-
-
-@contextmanager
-def _precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def rounding(module: nn.Module, head: nn.Module | None) -> None:

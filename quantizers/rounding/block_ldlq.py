@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nstf.kernels.streams import Replayed, side_by_side
 from nstf.quantizers.rounding.factor import Factor, gains
+from nstf.quantizers.rounding.products import products_of_errors
 
 BLOCK = 16
 SPAN = 256  # columns between the large products: inside a span a block's product looks back no further
@@ -97,9 +98,14 @@ def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -
     weight: [..., rows, cols]. feedback: U [..., cols, cols] on the same device, or None for plain rounding. lanes: all rows,
     in order. On a GPU they run side by side, and a block or a span of columns is one captured graph.
     """
+    narrow = weight.is_cuda and weight.shape[-1] <= NARROW and all(lane.capture for lane in lanes)
+    with products_of_errors(weight.device):
+        return (_by_blocks if narrow else _by_spans)(weight, feedback, lanes)
+
+
+def _by_spans(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -> Tensor:
+    """`block_ldlq` with one step for each span of columns."""
     rows, cols = weight.shape[-2:]
-    if weight.is_cuda and cols <= NARROW and all(lane.capture for lane in lanes):
-        return _by_blocks(weight, feedback, lanes)
     rounded = torch.empty_like(weight)
     # Errors are kept transposed: the products then read them in order.
     errors = weight.new_zeros(*weight.shape[:-2], cols, rows)

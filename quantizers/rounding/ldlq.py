@@ -12,6 +12,7 @@ from nstf.kernels import cpu
 from nstf.kernels.formats.scales import group_size
 from nstf.quantizers.rounding.factor import Factor
 from nstf.quantizers.rounding.levels import Levels
+from nstf.quantizers.rounding.products import products_of_errors
 from nstf.quantizers.rounding.steps import in_steps
 from nstf.quantizers.rounding.sweep import SCALE_MODES, Grid, Rounded, compiled, in_triton, sweep
 
@@ -31,6 +32,11 @@ def ldlq(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
     as they are, so the storage does not change. What follows the sweep is kept row by row, where it lowers
     the loss.
     """
+    with products_of_errors(weight.device):
+        return _swept(weight, levels, group, factor)
+
+
+def _swept(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
     importance = factor.importance
     grid = None
     if factor.order is not None or levels.steps < 256:

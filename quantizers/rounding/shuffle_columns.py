@@ -16,6 +16,7 @@ from nstf.kernels.formats import shuffle as form
 from nstf.kernels.shuffle_encode import BLOCK, round_columns
 from nstf.kernels.streams import in_turn
 from nstf.quantizers.rounding.block_ldlq import SPAN
+from nstf.quantizers.rounding.products import products_of_errors
 
 # Rows that matter more than this many times the mean of their path count as so many in the search, whose costs have 16 bits.
 _MOST = 8.0
@@ -51,7 +52,9 @@ def search(alike: Sequence[Sequence[Matrix]], scratch: int, room: int) -> None:
             segments = sum(search.segments for search in searches)
             for search in searches:
                 search.beside = segments - search.segments
-            in_turn([search.steps() for search in searches], searches[0].values.device)
+            device = searches[0].values.device
+            with products_of_errors(device):
+                in_turn([search.steps() for search in searches], device)
             for search in searches:
                 search.finish()
 

@@ -98,6 +98,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_said(
         ("gguf", {"num_attention_heads": 7}, "does not fit the heads"),
         ("onnx", {"rms_norm_eps": "x"}, "target 'onnx' cannot be written of what its config.json"),
         ("onnx", {"num_hidden_layers": 40}, "which its config.json asks for"),
+        ("onnx", {"num_hidden_layers": "2"}, "num_hidden_layers is '2', expected a whole number"),
     ],
 )
 def test_an_export_says_that_the_config_does_not_fit(

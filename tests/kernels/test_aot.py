@@ -290,6 +290,12 @@ def test_a_damaged_side_file_is_refused(whole: bytes, change: Any, error: type, 
         side_file.parse(damaged(whole, change), "file")
 
 
+def test_a_side_file_of_too_many_values_is_refused_before_they_are_made(whole: bytes) -> None:
+    with pytest.raises(CorruptError, match="not a file of compiled kernels") as caught:
+        side_file.parse(damaged(whole, lambda h, k: h.update(more=[[]] * 700_000)), "file")
+    assert "too many values" in str(caught.value.__cause__)
+
+
 @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 64, struct.pack("<Q", 2) + b"{}"])
 def test_something_else_is_no_side_file(data: bytes) -> None:
     with pytest.raises(CorruptError, match="not a file of compiled kernels"):

@@ -58,7 +58,7 @@ from nstf_convert.pipeline.store.workdir import content_key
 from nstf_convert.streamed import StreamedModel
 
 # Bumped when the same mix gives other bytes.
-VERSION = 4
+VERSION = 5
 # Of the weight's correction: damping, relative to the Hessian's mean diagonal, and the share of the batches that decide how
 # far it goes.
 DAMPING = 0.01
@@ -305,7 +305,16 @@ class _Pass:
         matrices = [
             (w.reshape(w.shape[0], -1), statistics.row_weight(u)) for u, w in zip(units, inners, strict=True)
         ]
-        found, both = targets(matrices, known, DAMPING, map if len(names) == 1 else each)
+        machine = self.session.machine
+        found, both = targets(
+            matrices,
+            known,
+            DAMPING,
+            map if len(names) == 1 else each,
+            machine.scratch_bytes if machine.on_gpu else 0,
+            # On a CPU the original runs meanwhile, whose products must not be rounded.
+            fast_products if machine.on_gpu and self.fast else nullcontext,
+        )
         return (
             [m.reshape(w.shape) for (m, _), w in zip(found, inners, strict=True)],
             [share for _, share in found],

@@ -34,7 +34,7 @@ from nstf_convert.pipeline.propose.units import Statistics, Unit, working_bytes
 from nstf_convert.pipeline.store.workdir import Store, content_key
 
 # Bumped when an algorithm changes what it gives for the same input: old results are then not found.
-ALGORITHMS = 11
+ALGORITHMS = 12
 
 # What encoding a tensor of this size leaves behind is worth returning to the system.
 LARGE_ELEMENTS = 1 << 19

@@ -1,7 +1,13 @@
 """The weight a compressed prefix calls for undoes what can be undone, and goes no further than held-out tokens bear."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 
+from nstf_convert.pipeline.improve import target as target_module
 from nstf_convert.pipeline.improve.target import Moments, Rows, joined, moments, targets
 
 
@@ -66,3 +72,50 @@ def test_joined_moments_are_those_of_all_tokens() -> None:
     assert both.shift is not None and whole.shift is not None
     assert torch.allclose(both.shift, whole.shift, atol=1e-5)
     assert both.stream is None and abs(both.mass - whole.mass) < 1e-2
+
+
+def test_rows_are_solved_in_as_many_parts_as_the_scratch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+    x, seen = drifted(2000)
+    data = Rows(seen.split(500), x.split(500))
+    parts: list[int] = []
+    solve = torch.linalg.solve_triangular
+
+    def counted(a: torch.Tensor, b: torch.Tensor, *, upper: bool) -> torch.Tensor:
+        parts.append(b.shape[1])
+        return solve(a, b, upper=upper)
+
+    monkeypatch.setattr(torch.linalg, "solve_triangular", counted)
+    monkeypatch.setattr(target_module, "ROWS", 2)
+    monkeypatch.setattr(target_module, "ELEMENTS", 24)
+    found = []
+    for scratch in (0, 12 * 8 * target_module.SCRATCH_BYTES):
+        known = moments([data.part(slice(0, 3)), data.part(slice(3, None))], 1)
+        (new, share), = targets([(weight, None)], known, 1e-4, scratch=scratch)[0]  # fmt: skip
+        found.append((new, share, sorted(set(parts))))
+        parts.clear()
+    (some, share, sizes), (whole, other, all_rows) = found
+    assert (sizes, all_rows) == ([2], [8])
+    assert torch.allclose(some, whole, atol=1e-6)
+    assert abs(share - other) < 1e-6
+
+
+def test_only_how_far_to_go_is_judged_by_rounded_products() -> None:
+    weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+    x, seen = drifted(2000)
+    data = Rows(seen.split(500), x.split(500))
+    inside, products = [False], []
+
+    @contextmanager
+    def judging() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def each(work: Callable[..., Any], *items: Sequence[Any]) -> list[Any]:
+        products.append(inside[0])
+        return list(map(work, *items))
+
+    known = moments([data.part(slice(0, 3)), data.part(slice(3, None))], 1)
+    targets([(weight, None)], known, 1e-4, each, judging=judging)
+    assert products == [False, True, False]  # the direction, its share, the correction
