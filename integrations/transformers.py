@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.runtime import citizen, folder
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.handed_on import files_for_others
 
 VERSION = 1
 
@@ -135,8 +136,8 @@ def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
         raise NstfError(f"{artifact.path}: another file took its place while it was exported; export again")
     if not isinstance(model, citizen.EncodedModel):
         raise UnsupportedError(f"{artifact.path}: transformers saves no {type(model).__name__}")
-    for name in artifact.handed_on():
-        (folder / name).write_bytes(artifact.file(name))
+    for name, content in files_for_others(artifact):
+        (folder / name).write_bytes(content)
     with _no_bar():
         model.save_pretrained(folder, max_shard_size=shard_bytes)
 

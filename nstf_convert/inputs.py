@@ -105,8 +105,12 @@ def _entries(folder: str | Path) -> Iterator["os.DirEntry[str]"]:
 
 def _is_cached(place: Path, name: str) -> bool:
     """Whether a place belongs to what the hub's cache keeps of a name."""
-    folders = {f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")}
-    return any(folder.name in folders for folder in place.parents)
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    names = [f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")]
+    # The cache, or a folder of it, may be a link to another disk.
+    kept = {Path(HF_HUB_CACHE, folder).resolve() for folder in names}
+    return any(folder.name in names or folder in kept for folder in place.parents)
 
 
 def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> None:
@@ -114,9 +118,10 @@ def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> Non
     for file in [_written_out(given) for given in files if given]:
         if work_dir is None:
             continue
-        is_folder = file.is_dir()  # a model's or a dataset's, which may be the work directory
-        if not is_folder and same_file(file, work_dir):
+        # A model's or a dataset's folder, too: what is kept there would be read as a part of it the next time.
+        if same_file(file, work_dir):
             raise UsageError(f"{file} is the work directory: choose another work directory")
+        is_folder = file.is_dir()
         for path in (file.absolute(), Path(os.path.realpath(file))):  # a link, and what it leads to
             named = RESULTS.fullmatch(path.name) or (path.name in _KEPT and not is_folder)
             if not named or path.parent.resolve() != work_dir.resolve():
@@ -137,7 +142,9 @@ def check_artifact_name(output: Path) -> None:
 
 def check_place(path: Path) -> None:
     """Raises UsageError where no file can be put, before the work for it is done."""
-    if path.exists() and not path.is_file():
+    # A link among devices (/dev/stdout) may lead to a file, and would itself be replaced.
+    named = path.is_symlink() and path.absolute().parts[1:2] in (("dev",), ("proc",))
+    if named or (path.exists() and not path.is_file()):
         raise UsageError(
             f"{path} is a folder, a device or a pipe, which a file would replace: give another path"
         )

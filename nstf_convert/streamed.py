@@ -132,11 +132,11 @@ class StreamedModel:
     @classmethod
     def from_artifact(cls, artifact: Any) -> "StreamedModel":
         """The model of an open artifact, decoded module by module."""
-        from nstf.kernels.formats import decode
+        from nstf.runtime.tensors import decoded
 
         return cls(
             artifact.config(),
-            lambda name: decode(artifact.encoded(name)),
+            lambda name: decoded(artifact, name),
             held=artifact.names(),
             limits=limits_of(artifact.manifest),
         )

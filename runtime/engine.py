@@ -26,7 +26,7 @@ from nstf.kernels.cpu.engine_matrix import (
     compile_matrix,
     decode_row,
 )
-from nstf.kernels.formats import EncodedTensor, decode
+from nstf.kernels.formats import EncodedTensor
 from nstf.kernels.lazy import torch
 from nstf.kernels.records import changed
 from nstf.runtime.artifact import Artifact, open_artifact
@@ -131,6 +131,7 @@ class Engine:
         except MemoryError as error:
             raise NstfError(f"{artifact.where}: not enough memory for the CPU engine to open it") from error
         except (ValueError, TypeError, RuntimeError) as error:  # nanobind's own of a size beyond 64 bits, too
+            _refuse_contradictions(artifact)
             raise UnsupportedError(f"{artifact.where}: the CPU engine does not run it ({error})") from error
 
     def _panel_source(self, artifact: Stored, panels: bool | None) -> Stored | None:
@@ -424,6 +425,16 @@ def _address(values: array[Any]) -> int:
     return values.buffer_info()[0]
 
 
+def _refuse_contradictions(artifact: Stored) -> None:
+    """Raises CorruptError for arrays whose numbers contradict one another: no other runtime reads them either."""
+    from nstf.kernels.formats import check_values
+    from nstf.runtime.tensors import decoding
+
+    for name in artifact.names():
+        with decoding(artifact.where, name):
+            check_values(artifact.encoded(name))
+
+
 def _build(
     artifact: Stored, config: EngineConfig, matrix: _Matrices, plans: list[dict[str, Any]]
 ) -> tuple[Any, dict[str, str]]:
@@ -440,7 +451,9 @@ def _build(
             raise UnsupportedError(f"{artifact.where}: no tensor {name!r}, which the CPU engine needs")
         encoded = artifact.views(name)
         if encoded.tree.kind != "dense":
-            return array("f", decode(artifact.encoded(name)).float().reshape(-1).tolist())
+            from nstf.runtime.tensors import decoded
+
+            return array("f", decoded(artifact, name).float().reshape(-1).tolist())
         return decode_row(
             compile_matrix(EncodedTensor(encoded.tree, (1, math.prod(encoded.shape)), encoded.arrays)), 0
         )

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from nstf.errors import CorruptError, UnsupportedError
-from nstf.kernels.formats import EncodedTensor, FormatError, check_values, decode
+from nstf.kernels.formats import EncodedTensor, check_values, decode
 from nstf.runtime.artifact import Artifact
-from nstf.runtime.artifact.header import corrupt, short
+from nstf.runtime.artifact.header import short
 from nstf.runtime.divided_loading import DividedModel
 from nstf.runtime.modules import attach, dense_parameter, stays_encoded
 from nstf.runtime.parameter import EncodedParameter
 from nstf.runtime.skeleton import tied_aliases
+from nstf.runtime.tensors import decoded, decoding
 
 _log = logging.getLogger("nstf")
 
@@ -55,14 +56,30 @@ def fill(
         _place(model, name, artifact, source, read, dtype, made, copy)
     if divided is not None:
         divided.connect(model, sources)
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            if name in names:
-                buffer.copy_(decode(artifact.encoded(names[name])).reshape(buffer.shape))
+    for name, buffer in buffers.items():
+        if name in names:
+            _fill_buffer(model, name, buffer, artifact, names[name])
     unused = sorted(set(artifact.names()) - set(names.values()))
     if unused:
         _log.warning("%s: %d tensors are not used by %s: %s", artifact.path, len(unused),
                      type(model).__name__, ", ".join(unused[:3]))  # fmt: skip
+
+
+def _fill_buffer(model: nn.Module, name: str, buffer: Tensor, artifact: Artifact, source: str) -> None:
+    """A stored buffer of the skeleton, in its place; zeros that take no memory (`_real_buffers`) are replaced."""
+    values = decoded(artifact, source)
+    if values.numel() != buffer.numel():
+        raise CorruptError(
+            f"{artifact.path}: buffer {short(source)} has shape {list(values.shape)}, "
+            f"but its config.json asks for {list(buffer.shape)}"
+        )
+    values = values.reshape(buffer.shape)
+    if buffer.is_contiguous():
+        with torch.no_grad():
+            buffer.copy_(values)
+    else:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = values.to(buffer.dtype)
 
 
 def _stored_names(wanted: list[str], artifact: Artifact, prefix: str) -> dict[str, str]:
@@ -99,10 +116,8 @@ def _place(
     shape = tuple(module._parameters[leaf].shape)  # type: ignore[union-attr]
     if source not in made:
         encoded = read(source)
-        try:
+        with decoding(artifact.where, source):
             check_values(encoded)
-        except FormatError as error:
-            raise corrupt(artifact.path, f"tensor {short(source)}: {error}") from error
         if encoded.shape != shape:
             raise CorruptError(
                 f"{artifact.path}: tensor {source!r} has shape {list(encoded.shape)}, "
@@ -113,7 +128,10 @@ def _place(
         if stays and copy is not None:
             arrays = {path: copy(array) for path, array in encoded.arrays.items()}
             encoded = EncodedTensor(encoded.tree, encoded.shape, arrays)
-        made[source] = EncodedParameter(encoded, dtype) if stays else dense_parameter(decode(encoded), dtype)
+        with decoding(artifact.where, source):
+            made[source] = (
+                EncodedParameter(encoded, dtype) if stays else dense_parameter(decode(encoded), dtype)
+            )
     value = made[source]
     if isinstance(value, EncodedParameter):
         attach(module, leaf, value)

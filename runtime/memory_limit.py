@@ -15,9 +15,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from nstf.errors import out_of_memory
+
 # Address space that loading each takes with one thread (83, 488 and 144 MiB), and some more.
 ROOM = {"numpy": 128 << 20, "scipy": 192 << 20, "torch": 512 << 20}
-
+# Less is left where an extension fails without saying why.
+LEAST_ROOM = 64 << 20
 
 _ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -53,6 +56,11 @@ def share_one_heap() -> None:
     if _free() is not None:
         with suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
+def memory_ended(error: BaseException) -> bool:
+    """Whether a library's error comes of memory: it says so, or it lost what it wanted to say where little is left."""
+    return out_of_memory(error) or (isinstance(error, SystemError) and not has_room(LEAST_ROOM))
 
 
 def has_room(size: int) -> bool:

@@ -29,7 +29,7 @@ from nstf.runtime.small_buffers import small_buffers
 # `return_dict`, which changes what every call gives back.
 _IGNORED_KEYS = frozenset(
     "attn_implementation auto_map base_model_name_or_path cache_dir code_revision compression_config "
-    "configuration_files custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
+    "configuration_files custom_generate custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
     "pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
     "trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
 )
@@ -90,13 +90,7 @@ def build_skeleton(
         for part in (model_config, *(getattr(model_config, n, None) for n in model_config.sub_configs)):
             if part is not None:
                 part.dtype = dtype
-        with (
-            _BUILDING,
-            _default_dtype(dtype),
-            parameters_on_meta(limits),
-            small_buffers(limits),
-            torch.no_grad(),
-        ):
+        with building(limits), _default_dtype(dtype), torch.no_grad():
             _keep_off_stdout(model_class)
             with without_hub():
                 model: nn.Module = model_class(model_config)
@@ -282,6 +276,14 @@ def _config_class(config: Mapping[str, Any], model_class: Any) -> Any:
     if isinstance(model_type, str) and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
         return configuration_auto.CONFIG_MAPPING[model_type]
     raise UnsupportedError(f"model_type {str(model_type)[:80]!r} has no config class in this transformers")
+
+
+@contextmanager
+def building(limits: Limits | None) -> Iterator[None]:
+    """What a model class makes of a config inside: parameters on meta, and no more of them, nor larger buffers and tables,
+    than `limits` allows (ValueError)."""
+    with _BUILDING, parameters_on_meta(limits), small_buffers(limits):
+        yield
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node
 from nstf.kernels.formats.shards import Span as Span
 from nstf.kernels.formats.shards import check_part, grain, shard
 from nstf.runtime.attention_windows import check_alike
+from nstf.runtime.memory_limit import memory_ended
 from nstf.runtime.offline import without_hub
 
 if TYPE_CHECKING:
@@ -139,6 +140,10 @@ def text_config(stated: Mapping[str, Any]) -> Any:
             raise TypeError("its config of the text is none")
         return found
     except Exception as error:  # a field of a wrong type has a class of huggingface_hub's own
+        if memory_ended(error):
+            raise NstfError(
+                "not enough memory to read the model's config; free some, or raise its limit"
+            ) from error
         raise UnsupportedError(
             f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"
         ) from error

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nstf.errors import NstfError, UsageError, out_of_memory
-from nstf.kernels.formats import FormatError, decode, dense
+from nstf.kernels.formats import EncodedTensor, FormatError, decode, dense
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.header import corrupt, short
 
@@ -40,8 +41,7 @@ class DecodedTensors(Mapping[str, Tensor]):
         if name not in self._artifact.manifest.tensors:
             raise KeyError(name)
         self._artifact.check_unchanged()
-        with decoding(self._artifact.where, name):
-            values = decode(self._artifact.encoded(name))
+        values = decoded(self._artifact, name)
         stated = self._artifact.record(name).dtype
         source = dense.torch_dtype(stated) if stated in dense.DTYPES else torch.float32
         dtype = self._dtype or source
@@ -52,6 +52,21 @@ class DecodedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class Stored(Protocol):
+    """An artifact, or what a rank holds of one."""
+
+    where: str
+
+    def encoded(self, name: str) -> EncodedTensor:
+        """A tensor as it is stored."""
+
+
+def decoded(artifact: Stored, name: str) -> Tensor:
+    """The dense tensor of a stranger's file. Raises as `decoding`."""
+    with decoding(artifact.where, name):
+        return decode(artifact.encoded(name))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
 from nstf.runtime.offline import without_hub
 from nstf.runtime.skeleton import ARGUMENTS_OF, exported, harmless, leads_away
-from nstf.runtime.tokenizer_growth import check_growth, check_made
+from nstf.runtime.tokenizer_growth import check_growth, check_made, check_vocabulary_values
 from nstf.runtime.tokenizing import is_panic
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
@@ -78,7 +78,7 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             for name, content in files.items():
                 if name.startswith("tokenizer") and not name.endswith(_SETTINGS):
                     check_growth(content, where)
-                Path(folder, name).write_bytes(_without_code(name, content, where))
+                Path(folder, name).write_bytes(without_code(name, content, where))
         try:
             with without_hub():
                 made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -128,12 +128,15 @@ def _check_vocabulary(made: Any, files: Mapping[str, bytes]) -> None:
         raise ValueError(f"its vocabulary is missing ({' or '.join(sorted(set(kinds.values())))})")
 
 
-def _without_code(name: str, content: bytes, where: str) -> bytes:
-    """A tokenizer's file, where it holds settings without those that lead to code or to another file.
+def without_code(name: str, content: bytes, where: str) -> bytes:
+    """A tokenizer's file, where it holds settings without those that lead to code or to another file. One of which nothing
+    goes stays byte for byte.
 
     Raises CorruptError for settings that cannot be read here: transformers may read them all the same.
     """
     if not name.endswith(_SETTINGS) and name not in (_SPECIAL_TOKENS, "config.json"):
+        if name.endswith(".json"):
+            check_vocabulary_values(content, name, where)
         return content
     try:
         check_nesting(content, "the text")
@@ -147,9 +150,11 @@ def _without_code(name: str, content: bytes, where: str) -> bytes:
         _check_named(set(_classes_in(found)), name, where)
     if name == "config.json":
         return content
+    kept = found
     if name == _SPECIAL_TOKENS and isinstance(found, dict):
-        found = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
-    return json.dumps(_stripped(found)).encode()
+        kept = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
+    kept = _stripped(kept)
+    return content if kept == found else json.dumps(kept).encode()
 
 
 def _classes_in(settings: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import json
 from contextlib import suppress
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import check_nesting, short
+from nstf.runtime.artifact.header import HeaderError, check_nesting, check_values, corrupt, short
 from nstf.runtime.imports import uncollected
 
 TYPE_CHECKING = False
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MOST = 1 << 16
 # Letters of a word that WordPiece divides: it looks up every part of it. Known tokenizers have 100.
 MOST_LETTERS = 1000
+# Values of a JSON file of words and merges, whatever its length: the largest known (514,000 merges of three marks, 256,000
+# words) has two millions. Each may take a hundred bytes of memory.
+MOST_VALUES = 1 << 22
 # Parts of the file whose rules a text goes through one after the other, and the names of what each may hold more of.
 _BEFORE, _AFTER = ("normalizer", "pre_tokenizer"), ("post_processor", "decoder")
 _SEVERAL = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -38,6 +41,7 @@ _FIXED = {
 def check_growth(content: bytes, where: object) -> None:
     """Raises UnsupportedError for a tokenizer.json whose rules can make more of a text than MOST times its length. One that
     is no JSON, or that has other parts than those known here, is left to the library."""
+    check_vocabulary_values(content, "tokenizer.json", where)
     try:
         check_nesting(content, "the text")
         with uncollected():
@@ -46,6 +50,14 @@ def check_growth(content: bytes, where: object) -> None:
         return
     if isinstance(stated, dict):
         check_rules(stated, where)
+
+
+def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
+    """Raises CorruptError for a tokenizer's JSON file of so many values that they take far more memory than it does."""
+    try:
+        check_values(content, "the text", MOST_VALUES)
+    except HeaderError as error:
+        raise corrupt(where, f"its {name}: {error}") from error
 
 
 def check_made(tokenizer: Any, where: object, words: bool = False) -> None:

@@ -143,7 +143,7 @@ def meta_model(cls: Any, config: Mapping[str, Any], limits: Limits, where: str) 
     import transformers
 
     from nstf.runtime.offline import without_hub
-    from nstf.runtime.skeleton import parameters_on_meta
+    from nstf.runtime.skeleton import building
 
     _refuse_absurd(config, limits.tensors, where)
     check_config(config, limits, where)
@@ -153,10 +153,10 @@ def meta_model(cls: Any, config: Mapping[str, Any], limits: Limits, where: str) 
     try:
         with without_hub():
             settings = config_class.from_dict(copy.deepcopy(dict(config)))
-            with torch.device("meta"), parameters_on_meta(most):
+            with torch.device("meta"), building(most):
                 return cls(settings)
     except ImportError as error:
-        raise NstfError(
+        raise UnsupportedError(
             f"{where}: transformers builds no {cls.__name__} without a package that is missing: "
             f"{' '.join(str(error).split())[:200]}"
         ) from error

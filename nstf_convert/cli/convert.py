@@ -15,11 +15,13 @@ from nstf.errors import NstfError, UsageError
 from nstf.runtime.imports import uncollected
 from nstf_convert.cli import options
 from nstf_convert.cli.attention import chosen_pairs
+from nstf_convert.cli.messages import explain
 from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import before_imports
 from nstf_convert.inputs import check_artifact_name, check_place, keep_apart, keep_inputs
+from nstf_convert.options import ConvertResult
 
 log = logging.getLogger(__name__)
 
@@ -79,20 +81,31 @@ def convert(
     with uncollected():
         from nstf_convert import pipeline
 
-    result = pipeline.convert(chosen)
-    data = dict(result.report)
-    if isinstance(data.get("tool"), dict):
-        data["tool"] = {**data["tool"], "command": shlex.join(["nstf", *sys.argv[1:]])}
-    if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
-        data["roofline"] = measure_roofline(result.output) if profile else None
+    data: dict[str, Any] = {}
     written: list[Path] = []
     taken: list[Path] = []
-    for path in {path.resolve(): path for path in report or []}.values():  # one file, however it is spelled
-        if os.path.lexists(path) and not settings["force"]:
-            taken.append(path)
-        else:
-            write_report(path, data)
-            written.append(path)
+
+    def write_reports(result: ConvertResult) -> None:
+        """While the work directory is there: without it the command would begin anew where this is interrupted."""
+        data.update(result.report)
+        if isinstance(data.get("tool"), dict):
+            data["tool"] = {**data["tool"], "command": shlex.join(["nstf", *sys.argv[1:]])}
+        if data.get("roofline") is None and any(path.suffix.lower() == ".html" for path in report or []):
+            data["roofline"] = measure_roofline(result.output) if profile else None
+        for path in {path.resolve(): path for path in report or []}.values():  # one file, however spelled
+            if os.path.lexists(path) and not settings["force"]:
+                taken.append(path)
+            else:
+                write_report(path, data)
+                written.append(path)
+
+    before = _identity(output)
+    try:
+        result = pipeline.convert(chosen, write_reports)
+    except (KeyboardInterrupt, OSError, NstfError) as error:
+        if _identity(output) == before:
+            raise
+        raise _complete(output, error, bool(report)) from error
     if json:
         print_json({"output": str(result.output), "size_bytes": result.size_bytes,
                     "budget_bytes": result.budget_bytes, "report": data})  # fmt: skip
@@ -108,6 +121,24 @@ def convert(
             f"--report {taken[0]} was written by something else meanwhile, and stays: this report is left out, "
             f"{result.output} is complete"
         )
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells one file of a name from the next; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _complete(output: Path, error: BaseException, reported: bool) -> NstfError:
+    """What is said of an error that comes when the file has its name: the same command would find it in its way."""
+    code, why = explain(error, [])
+    rest = ", its report is not: the same command with --force writes it" if reported else ""
+    found = NstfError(f"{why}; {output} is complete{rest}")
+    found.exit_code = code
+    return found
 
 
 def next_step(output: Path, report: Mapping[str, Any]) -> str:

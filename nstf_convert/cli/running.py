@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+# What must not be interrupted while it is imported.
+LIBRARIES = frozenset("numpy onnx pyarrow safetensors scipy tokenizers torch transformers triton".split())
+
+
 def run(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code. Errors are one line on stderr, the last on the screen."""
     words, flags = _common_flags(arguments)
@@ -94,27 +98,48 @@ def _visible_names() -> Iterator[None]:
             stream.reconfigure(errors="strict")
 
 
+def _imports(frame: FrameType | None) -> bool:
+    """Whether the command is loading one of LIBRARIES where a frame is."""
+    while frame is not None and frame.f_code is not run.__code__:
+        code = frame.f_code
+        if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
+            if str(frame.f_locals.get("name")).partition(".")[0] in LIBRARIES:
+                return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
     """Set once Ctrl-C was pressed. A library may catch the KeyboardInterrupt and raise something else: torch takes one that
     comes while it makes a tensor of a storage for a wrong type. One that comes in a finaliser, out of which nothing is
-    raised, is pressed again: Python would print it and go on."""
+    raised, is pressed again: Python would print it and go on. So is one that comes in an import: extensions end the process
+    there (torch's), or take it for a module that is missing (transformers' lazy ones)."""
     pressed = threading.Event()
     said = sys.unraisablehook
 
+    waiting: list[threading.Timer] = []
+
+    def again() -> None:
+        later = threading.Timer(
+            0.01, _thread.interrupt_main
+        )  # not here: nothing is raised out of this, either
+        later.daemon = True
+        waiting[:] = [later]
+        later.start()
+
     def unraised(found: sys.UnraisableHookArgs) -> None:
         if issubclass(found.exc_type, KeyboardInterrupt):
-            again = threading.Timer(
-                0.01, _thread.interrupt_main
-            )  # not here: nothing is raised out of this, either
-            again.daemon = True
-            again.start()
+            again()
         else:
             said(found)
 
     def handle(number: int, frame: FrameType | None) -> None:
         pressed.set()
-        signal.default_int_handler(number, frame)
+        if _imports(frame):
+            again()
+        else:
+            signal.default_int_handler(number, frame)
 
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -125,6 +150,8 @@ def _interrupts() -> Iterator[threading.Event]:
     try:
         yield pressed
     finally:
+        for timer in waiting:
+            timer.cancel()
         sys.unraisablehook = said
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -121,7 +121,7 @@ def serve(
 def _key(file: Path | None) -> str | None:
     """The key of a file or of the environment: an argument would be seen by everyone on the machine."""
     found = os.environ.get(KEY_VARIABLE) if file is None else read_text(file, "--api-key-file").strip()
-    if file is None and not found:
+    if found is None:
         return None
     if not found or not found.isascii() or not found.isprintable() or " " in found:
         raise UsageError(

@@ -6,12 +6,16 @@ entry in `TARGETS` and `_write`, its way to be loaded in `card.py`, and a test w
 
 import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nstf.errors import UsageError
+from nstf.kernels.formats import FormatError
 from nstf.runtime.artifact import Artifact, open_artifact
+from nstf.runtime.artifact.header import corrupt
 from nstf_convert.export import writing
 from nstf_convert.export.plan import ExportPlan
 from nstf_convert.export.writing import Files
@@ -77,7 +81,7 @@ def _exported(path: Path, request: Request, planned: Any) -> tuple[ExportPlan, F
     _keep(path, written, f"is or holds the artifact {path}")
     if request.source is not None:
         _keep_source(request.source, written)
-    with open_artifact(path, verify=True) as artifact:
+    with open_artifact(path, verify=True) as artifact, _as_corrupt(artifact):
         found = plan(artifact, request)
         if planned is not None:
             planned(found)
@@ -95,6 +99,15 @@ def _exported(path: Path, request: Request, planned: Any) -> tuple[ExportPlan, F
             # Another export may have come first, or files of the user's.
             writing.check_destination(request.output, request.overwrite, single, beside)
     return found, files
+
+
+@contextmanager
+def _as_corrupt(artifact: Artifact) -> Iterator[None]:
+    """Arrays whose numbers contradict one another are found when they are decoded. Raises CorruptError."""
+    try:
+        yield
+    except FormatError as error:
+        raise corrupt(artifact.path, error) from error
 
 
 def _names(target: str, stem: str) -> tuple[str, ...]:

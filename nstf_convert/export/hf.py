@@ -11,6 +11,7 @@ import torch
 from nstf.errors import UnsupportedError
 from nstf.kernels.formats import stored_bytes
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.handed_on import files_for_others
 from nstf_convert.export.plan import ExportPlan, Item, decoded, without_attention_plan
 from nstf_convert.export.shards import Array, write_weights
 from nstf_convert.export.writing import Files, listed
@@ -67,10 +68,9 @@ def exported_names(artifact: Artifact) -> list[str]:
 
 def copy_files(artifact: Artifact, folder: Path, config: dict[str, Any]) -> None:
     """Writes the files that the artifact carries for its model, config.json with some entries replaced."""
-    for name in artifact.handed_on():
-        content = artifact.file(name)
+    for name, content in files_for_others(artifact):
         if name == "config.json" and config:
-            changed = artifact.object(name)
+            changed = json.loads(content)
             if "dtype" in config:
                 changed.pop("torch_dtype", None)
             content = json.dumps({**changed, **config}, indent=2, sort_keys=True).encode() + b"\n"

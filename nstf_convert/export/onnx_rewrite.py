@@ -16,6 +16,8 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.kernels.formats.scales import matrix_shape, per_column, read_scales
 from nstf.runtime.artifact import Artifact
+from nstf_convert.checkpoint.onnx import open_file
+from nstf_convert.checkpoint.torch_bin import MOST_REPEATED
 from nstf_convert.export import integers
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.plan import ExportPlan, Item, decoded
@@ -209,7 +211,7 @@ def _is_gemm(readers: list[Any], name: str) -> bool:
 def _is_plain_gemm(node: Any, name: str) -> bool:
     values = {a.name: (a.f if a.name in ("alpha", "beta") else a.i) for a in node.attribute}
     plain = values.get("alpha", 1.0) == 1.0 and values.get("beta", 1.0) == 1.0 and not values.get("transA")
-    return node.op_type == "Gemm" and plain and values.get("transB") == 1 and bool(node.input[1] == name)
+    return node.op_type == "Gemm" and plain and values.get("transB") == 1 and list(node.input[1:2]) == [name]
 
 
 def _packed(name: str, values: torch.Tensor, kind: int) -> Any:
@@ -235,7 +237,13 @@ def _constant(name: str, value: torch.Tensor) -> Any:
         torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16,
         torch.float64: TensorProto.DOUBLE, torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32,
         torch.uint8: TensorProto.UINT8, torch.int8: TensorProto.INT8, torch.bool: TensorProto.BOOL,
+        torch.int16: TensorProto.INT16, torch.uint16: TensorProto.UINT16, torch.uint32: TensorProto.UINT32,
+        torch.uint64: TensorProto.UINT64,
     }  # fmt: skip
+    if value.dtype not in kinds:
+        raise UnsupportedError(
+            f"tensor {name!r} is of {value.dtype}, for which target 'onnx' has no form: export to 'hf'"
+        )
     flat: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
     return helper.make_tensor(name, kinds[value.dtype], list(value.shape), flat.tobytes(), raw=True)
 
@@ -250,7 +258,9 @@ def _raised(model: Any, source: Path) -> Any:
     """The model at an opset with blocked 4-bit `DequantizeLinear`. Raises UnsupportedError."""
     import onnx
 
-    version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    version = next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), None)
+    if version is None:
+        raise UnsupportedError(f"{source} does not say which opset its operators are of: export it anew")
     if version < OPSET:
         try:
             model = onnx.version_converter.convert_version(model, OPSET)
@@ -267,9 +277,23 @@ def _raised(model: Any, source: Path) -> Any:
 
 def weight_files(source: Path) -> list[Path]:
     """The files beside a model that hold weights of it."""
-    model = _load(source, weights=False)
+    return _files_of(_load(source, weights=False), source)
+
+
+def _files_of(model: Any, source: Path) -> list[Path]:
     names = {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
     return sorted(source.parent / name for name in names)
+
+
+def _check_repeated(model: Any, source: Path, total: int) -> None:
+    """Raises CorruptError for initialisers that name the same bytes again and again: onnx gives each its own. total: bytes
+    of all."""
+    held = sum(file.stat().st_size for file in (source, *_files_of(model, source)))
+    if total > held + MOST_REPEATED:
+        raise CorruptError(
+            f"{source}: its initialisers take {total} bytes, and its files have {held}; the file is damaged or was made to "
+            "do harm, do not use it"
+        )
 
 
 def _load(source: Path, weights: bool = True) -> Any:
@@ -279,8 +303,16 @@ def _load(source: Path, weights: bool = True) -> Any:
         raise NstfError("`source` needs the package onnx; run `pip install onnx`") from error
     if not source.is_file():
         raise UsageError(f"no such file: {source}")
+    with open_file(source) as stated:  # as a conversion has read it: sizes, names of other files
+        total = sum(stated.info(name).size_bytes for name in stated.names())
     try:
-        return onnx.load(str(source), load_external_data=weights)
+        model = onnx.load(str(source), load_external_data=False)
+        if weights:
+            _check_repeated(model, source, total)
+            onnx.external_data_helper.load_external_data_for_model(model, str(source.parent))
+        return model
+    except CorruptError:
+        raise
     except Exception as error:
         # protobuf's DecodeError and onnx's own errors have no common class.
         raise CorruptError(

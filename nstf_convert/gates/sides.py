@@ -69,10 +69,10 @@ class Side:
 
     def get(self, stored: str) -> Tensor:
         """The dense tensor, float32 where it is of a floating type."""
-        from nstf.kernels.formats import decode
+        from nstf.runtime.tensors import decoded
 
         if self.artifact is not None:
-            return decode(self.artifact.encoded(stored))
+            return decoded(self.artifact, stored)
         found: Tensor = self._source.get(stored)
         return found.float() if found.is_floating_point() else found
 

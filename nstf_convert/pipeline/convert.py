@@ -9,7 +9,7 @@ improve/            encoded front to back, measured, compared, searched, healed 
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -46,8 +46,11 @@ log = logging.getLogger("nstf")
 SLOWEST_MEASURED = 4.0
 
 
-def convert(options: ConvertOptions) -> ConvertResult:
-    """Writes the best file within the budget and gives back its report.
+def convert(
+    options: ConvertOptions, done: Callable[[ConvertResult], None] = lambda result: None
+) -> ConvertResult:
+    """Writes the best file within the budget and gives back its report. done: is called with that when the file has its
+    name; what it raises leaves the work directory where it is.
 
     Raises BudgetError (with the smallest size that can be), UsageError, CorruptError, UnsupportedError, NstfError.
     """
@@ -63,7 +66,9 @@ def convert(options: ConvertOptions) -> ConvertResult:
             report, size = _write(run, final)
         with stages.stage("measure speed"):
             _measure_speed(run, report)
-        return ConvertResult(options.output, size, _budget_bytes(session), report)
+        result = ConvertResult(options.output, size, _budget_bytes(session), report)
+        done(result)
+        return result
 
 
 def plan(options: ConvertOptions) -> dict[str, Any]:

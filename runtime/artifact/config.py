@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from nstf.errors import CorruptError
 from nstf.kernels.records import frozen
-from nstf.runtime.artifact.header import HeaderError, check_nesting, corrupt, short
+from nstf.runtime.artifact.header import HeaderError, check_nesting, check_values, corrupt, short
 from nstf.runtime.artifact.manifest import Manifest, TensorRecord
 
 TYPE_CHECKING = False
@@ -125,6 +125,7 @@ def parse_object(raw: bytes, where: object, name: str) -> dict[str, Any]:
         raise corrupt(where, f"its {name} has {len(raw)} bytes, above {MAX_BYTES}")
     try:
         check_nesting(raw, f"its {name} is not JSON: it")
+        check_values(raw, f"its {name}")
         # As text: json.loads would take bytes for UTF-16 where they look so, whose brackets are not those counted above.
         found = json.loads(raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
     except HeaderError as error:

@@ -20,6 +20,9 @@ from nstf.runtime import load, load_tensors
 from nstf.runtime.artifact import open_artifact, write_artifact
 from nstf.runtime.engine import Engine
 from nstf.runtime.engine_batch import Batch, Part
+from nstf_convert.export import Request, export
+from nstf_convert.gates.sides import open_side
+from nstf_convert.streamed import StreamedModel
 
 IDS = torch.tensor([[1, 2, 3]])
 
@@ -120,8 +123,51 @@ def test_sections_that_contradict_the_tree_are_refused_at_load(tmp_path: Path) -
         load(path)
     with pytest.raises(CorruptError, match="sections have"):
         load_tensors(path)[name]
-    with pytest.raises(NstfError, match="sections"):
+    with pytest.raises(CorruptError, match="sections"):
         Engine.open(path)
+    with open_artifact(path) as artifact, pytest.raises(CorruptError, match=r"up_proj.*sections have"):
+        streamed = StreamedModel.from_artifact(artifact)
+        streamed.logits(streamed.hidden(IDS))
+    with open_side(str(path)) as side, pytest.raises(CorruptError, match=r"up_proj.*sections have"):
+        side.get(name)
+    for target in ("hf", "transformers", "gguf", "onnx"):
+        with pytest.raises(CorruptError, match="sections have"):
+            export(path, Request(target, tmp_path / target, allow_loss=True))
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """A tensor under the name of what the model computes itself: a RuntimeError of torch's."""
+    stored = tensors()
+    values = torch.zeros(3)
+    stored["model.rotary_emb.inv_freq"] = EncodedTensor(
+        Node("dense", dense.Params("float32")), (3,), {"values": values}
+    )
+    path = tmp_path / "m.nstf"
+    write_artifact(path, stored, {"config.json": json.dumps(LLAMA).encode()})
+    with pytest.raises(CorruptError, match=r"buffer 'model.rotary_emb.inv_freq' has shape \[3\]"):
+        load(path)
+
+
+def test_buffers_that_are_made_like_parameters_take_the_files_values(tmp_path: Path) -> None:
+    """I-BERT's whole weights stand in for zeros that take no memory, and cannot be written to."""
+    from transformers import IBertConfig, IBertModel
+
+    config = IBertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32, architectures=["IBertModel"],
+    )  # fmt: skip
+    model = IBertModel(config)
+    state = {n: v.float() for n, v in model.state_dict().items() if v.numel()}
+    whole = next(n for n in state if n.endswith("query.weight_integer"))
+    state[whole] = torch.arange(state[whole].numel(), dtype=torch.float32).reshape(state[whole].shape)
+    tree = Node("dense", dense.Params("float32"))
+    path = tmp_path / "m.nstf"
+    write_artifact(
+        path,
+        {n: EncodedTensor(tree, tuple(v.shape), {"values": v}) for n, v in state.items()},
+        {"config.json": json.dumps(config.to_dict()).encode()},
+    )
+    assert torch.equal(dict(load(path).named_buffers())[whole], state[whole])
 
 
 # The likeliest token without the engine is chosen by transformers, which does not look.

@@ -13,7 +13,7 @@ from nstf.errors import CorruptError, UsageError
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.cli import run
 from nstf_convert.export.writing import MARK
-from nstf_convert.inputs import keep_inputs
+from nstf_convert.inputs import check_place, keep_apart, keep_inputs
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
 ARTIFACT = Path(__file__).parents[1] / "golden" / "v1.nstf"
@@ -217,6 +217,17 @@ def test_nor_what_the_cache_of_the_hub_keeps_of_a_model(tmp_path: Path) -> None:
     keep_inputs(tmp_path / "models--org--other" / "x", ["org/name"])
 
 
+def test_nor_where_a_folder_of_the_cache_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To another disk: the name of what it leads to says nothing."""
+    (tmp_path / "disk" / "tiny" / "snapshots").mkdir(parents=True)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "models--org--name").symlink_to(tmp_path / "disk" / "tiny")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for place in (tmp_path / "hub" / "models--org--name", tmp_path / "disk" / "tiny"):
+        with pytest.raises(UsageError, match="lies where org/name is kept"):
+            keep_inputs(place / "snapshots" / "config.json", ["org/name"])
+
+
 def test_nor_tiles_that_were_measured_for_a_file(folder: Path) -> None:
     (folder / "m.sm_90.tiles.json").write_bytes(b"measured")
     words = ["place", "m.nstf", "--measure", "--save-machine", "m.sm_90.tiles.json"]
@@ -273,3 +284,17 @@ def test_an_output_that_is_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     with pytest.raises(UsageError, match="leads nowhere"):
         keep_inputs(loop, [tmp_path])
+
+
+def test_a_link_among_devices_is_no_place_for_a_file() -> None:
+    """With /dev/stdout led to a file `--junit /dev/stdout` took the place of the link itself, where root ran it."""
+    if not Path("/dev/stdout").is_symlink():
+        pytest.skip("no such link here")
+    with pytest.raises(UsageError, match="a folder, a device or a pipe, which a file would replace"):
+        check_place(Path("/dev/stdout"))
+
+
+def test_the_models_folder_is_no_work_directory(tmp_path: Path) -> None:
+    """What was kept there was read as a part of the model the next time."""
+    with pytest.raises(UsageError, match="is the work directory: choose another work directory"):
+        keep_apart(tmp_path, [str(tmp_path)])

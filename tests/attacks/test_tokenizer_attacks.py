@@ -15,11 +15,12 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent))
 from small_llama import LLAMA, tensors
 
-from nstf.errors import NstfError, UnsupportedError
+from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf.runtime import load, load_tokenizer, stream, tokenizer_files
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine_text import pieces
 from nstf.runtime.engine_text import stream as engine_stream
+from nstf.runtime.tokenizer_files import without_code
 from nstf.runtime.tokenizer_growth import check_growth
 from nstf.runtime.tokenizing import encode
 
@@ -339,3 +340,11 @@ def test_a_panic_that_nobody_expected_is_one_line_of_the_command() -> None:
 
     code, said = explain(PanicException("index\nout of bounds"), ["convert", "m"])
     assert code == 6 and said == "a library gives up on a file of the model: index out of bounds"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "byte_maps.json", "vocab.json"])
+def test_a_file_of_words_holds_no_more_values_than_memory_bears(name: str) -> None:
+    """200 MB of empty lists, packed into an artifact of 252 KB, took six gigabytes."""
+    content = b"[" + b"[]," * 3_000_000 + b"[]]"
+    with pytest.raises(CorruptError, match=f"its {name}: .*too many for its length"):
+        check_growth(content, "m") if name == "tokenizer.json" else without_code(name, content, "m")

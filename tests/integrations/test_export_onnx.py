@@ -90,7 +90,9 @@ def test_other_architectures_give_our_logits(tiny: ModuleType, tmp_path: Path, a
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_a_users_file_is_rewritten_and_computes_the_decoded_weights(tmp_path: Path) -> None:
+def test_a_users_file_is_rewritten_and_computes_the_decoded_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from onnx import TensorProto, helper, numpy_helper
 
     generator = torch.Generator().manual_seed(0)
@@ -140,6 +142,18 @@ def test_a_users_file_is_rewritten_and_computes_the_decoded_weights(tmp_path: Pa
     expected = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
     found = ort.InferenceSession(str(tmp_path / "out.onnx")).run(None, {"x": x})[0]
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    # Initialisers that name the same bytes again and again would each get their own.
+    beside = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    del beside.graph.initializer[:]
+    (tmp_path / "net.data").write_bytes(bytes(1 << 20))
+    for i in range(80):
+        many = TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT, dims=[1 << 18])
+        many.data_location = TensorProto.EXTERNAL
+        many.external_data.add(key="location", value="net.data")
+        beside.graph.initializer.append(many)
+    source.write_bytes(beside.SerializeToString())
+    assert run([*words, "--source", str(source), "--overwrite"]) == 5
+    assert "initialisers take 83886080 bytes, and its files have" in capsys.readouterr().err
     # Another file than the one that was converted is refused.
     del model.graph.initializer[0]
     onnx.save_model(model, str(source))

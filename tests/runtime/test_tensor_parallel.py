@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nstf import quantizers
-from nstf.errors import UnsupportedError, UsageError
+from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node, decode
 from nstf.kernels.formats.dense import Params as Dense
 from nstf.runtime import divided_modules
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf.runtime.skeleton import build_skeleton
-from nstf.runtime.tensor_parallel import Division, Span, part, tensor_parts
+from nstf.runtime.tensor_parallel import Division, Span, part, tensor_parts, text_config
 from nstf_convert.cli import run
 
 LLAMA = {
@@ -224,3 +224,20 @@ def test_layers_with_other_heads_each_are_refused(kind: str) -> None:
 def test_a_config_whose_text_has_none_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not read the config"):
         Division({**LLAMA, "text_config": [0]}, 2)
+
+
+def test_memory_that_ends_while_a_config_is_read_is_no_unknown_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extension that found none failed without a word, and the model was said to be unknown to transformers."""
+    from transformers import AutoConfig
+
+    from nstf.runtime import memory_limit
+
+    def fails(*args: Any, **settings: Any) -> Any:
+        raise SystemError("error return without exception set")
+
+    monkeypatch.setattr(AutoConfig, "for_model", fails)
+    for room, error in ((True, UnsupportedError), (False, NstfError)):
+        monkeypatch.setattr(memory_limit, "has_room", lambda size, room=room: room)
+        with pytest.raises(error) as caught:
+            text_config({"model_type": "llama"})
+        assert type(caught.value) is error

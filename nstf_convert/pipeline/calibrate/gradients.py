@@ -307,6 +307,9 @@ class _Backward:
         """What a batch says; index: its place among all, which is part of its labels' seed."""
         try:
             return self._sums_of(index, batch)
+        except (AssertionError, NotImplementedError) as error:  # Reformer's reversible layers
+            said = " ".join(str(error).split())[:200]
+            raise UnsupportedError(f"the model has no gradients outside of training ({said})") from error
         except RuntimeError as error:
             if not self._repeatable or "deterministic" not in str(error):
                 raise

@@ -43,12 +43,14 @@ def pipeline(monkeypatch):
         report: Any = None
         content: bytes = b"artifact"
 
-        def convert(self, options: Any) -> Any:
+        def convert(self, options: Any, done: Any = lambda result: None) -> Any:
             self.options = options
             if self.error is not None:
                 raise self.error
             options.output.write_bytes(self.content)
-            return real.ConvertResult(options.output, 8, 16, self.report or {})
+            result = real.ConvertResult(options.output, 8, 16, self.report or {})
+            done(result)
+            return result
 
         def calibrate(self, options: Any) -> Any:
             self.options = options

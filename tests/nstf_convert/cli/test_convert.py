@@ -317,9 +317,9 @@ def test_a_report_that_appears_meanwhile_stays(nstf, pipeline, tiny, tmp_path, r
     pipeline.report = report
     out, mine, data = tmp_path / "m.nstf", tmp_path / "mine.json", tmp_path / "r.json"
 
-    def late(options):
+    def late(options, done):
         mine.write_text("a list of mine")
-        return pipeline.convert(options)
+        return pipeline.convert(options, done)
 
     monkeypatch.setattr("nstf_convert.pipeline.convert", late)
     words = ("convert", tiny.folder, *BUDGET, "-o", out, "--report", mine, "--report", data)
@@ -329,6 +329,57 @@ def test_a_report_that_appears_meanwhile_stays(nstf, pipeline, tiny, tmp_path, r
     assert mine.read_text() == "a list of mine" and "tool" in json.loads(data.read_text())
     assert result.out.count("report: ") == 1 and "r.json" in result.out
     assert nstf(*words, "--force").code == 0 and "tool" in json.loads(mine.read_text())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "full"), 1, "no space left on the disk"),
+    ],
+)
+def test_what_fails_when_the_file_has_its_name_says_that_it_is_complete(
+    nstf, pipeline, tiny, tmp_path, report, monkeypatch, error, code, said
+):
+    """ "Run the same command again" ended with "it exists", and the work directory was gone: the report was lost."""
+    pipeline.report = report
+    out, page = tmp_path / "m.nstf", tmp_path / "r.json"
+    kept = []
+
+    def fails(path, data):
+        kept.append(out.exists())
+        raise error
+
+    words = ("convert", tiny.folder, *BUDGET, "-o", out, "--report", page)
+    with monkeypatch.context() as patched:
+        patched.setattr("nstf_convert.cli.convert.write_report", fails)
+        result = nstf(*words)
+    assert result.code == code and result.err.count("\n") == 1 and kept == [True]
+    assert (
+        said in result.err
+        and "m.nstf is complete, its report is not: the same command with --force" in result.err
+    )
+    assert nstf(*words, "--force").code == 0 and page.exists()
+
+
+def test_reports_are_written_while_the_work_directory_is_there(tiny, tmp_path):
+    from nstf_convert import pipeline
+    from nstf_convert.budget import Budget
+    from nstf_convert.options import ConvertOptions
+
+    seen = []
+
+    def done(result):
+        seen.append((result.output.exists(), [p.name for p in tmp_path.glob("*.work")]))
+        raise KeyboardInterrupt
+
+    chosen = ConvertOptions(
+        str(tiny.folder), tmp_path / "m.nstf", Budget("bytes", 100 << 10), samples=4, seq_len=16, device="cpu",
+        datasets=(str(tiny.text),), effort="fast",
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.convert(chosen, done)
+    assert seen == [(True, ["m.nstf.work"])] and (tmp_path / "m.nstf.work").is_dir()
 
 
 def test_a_report_in_the_work_directory_is_refused(nstf, tiny, tmp_path):
@@ -346,9 +397,9 @@ def test_a_report_takes_the_place_of_no_link_to_nothing(
     pipeline.report = report
     link = tmp_path / "r.json"
 
-    def late(options):
+    def late(options, done):
         link.symlink_to("nowhere")
-        return pipeline.convert(options)
+        return pipeline.convert(options, done)
 
     if when == "before":
         link.symlink_to("nowhere")

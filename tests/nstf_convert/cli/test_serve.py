@@ -503,3 +503,16 @@ def test_a_line_that_is_no_text_does_not_end_a_chat(monkeypatch: pytest.MonkeyPa
         capsys.readouterr().err == 2 * "error: this line is not UTF-8 text\n"
         and next(typed) == "never reached"
     )
+
+
+def test_an_empty_key_of_the_environment_is_no_open_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """It meant to have one: the server answered everybody."""
+    monkeypatch.setenv("NSTF_API_KEY", "")
+    path = write_sample(tmp_path / "m.nstf")
+    assert run(["serve", str(path), "--port", "0"]) == 2
+    assert (
+        "the API key in NSTF_API_KEY must be printable ASCII without spaces, not empty"
+        in capsys.readouterr().err
+    )

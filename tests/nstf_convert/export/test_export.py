@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nstf.errors import UsageError
+from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf_convert import export as exports
 from nstf_convert.cli import run
 from nstf_convert.export import writing
@@ -439,3 +441,27 @@ def test_an_export_is_the_same_whatever_device_the_process_makes_tensors_on(
         exports.export(artifact, exports.Request(target="transformers", output=tmp_path / "odd"))
     plain, odd = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("plain", "odd"))
     assert plain == odd
+
+
+@pytest.mark.parametrize("target", ["hf", "compressed-tensors", "transformers"])
+def test_what_leads_to_code_is_not_handed_on(artifact: Path, tmp_path: Path, target: str) -> None:
+    """Whoever made the artifact wrote it, and our card says to load the folder by `from_pretrained`."""
+    with open_artifact(artifact) as given:
+        files = {name: given.file(name) for name in given.file_names()}
+        tensors = {n: given.encoded(n) for n in given.names() if given.stored_name(n) == n}
+        shared = {n: Shared(given.stored_name(n)) for n in given.names() if given.stored_name(n) != n}
+    evil = {
+        "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", None]},
+        "trust_remote_code": True,
+    }
+    for name, more in (
+        ("config.json", evil | {"_attn_implementation_internal": "evil/kernel"}),
+        ("generation_config.json", evil | {"custom_generate": "evil/repository"}),
+        ("tokenizer_config.json", evil),
+    ):
+        files[name] = json.dumps(json.loads(files.get(name, b"{}")) | more).encode()
+    path = tmp_path / "evil.nstf"
+    write_artifact(path, tensors | shared, files)
+    assert run(["export", str(path), "--to", target, "-o", str(tmp_path / "x"), "--allow-loss"]) == 0
+    said = "".join(p.read_text() for p in (tmp_path / "x").glob("*.json"))
+    assert not re.search("evil|auto_map|custom_generate|trust_remote_code", said)
