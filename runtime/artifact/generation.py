@@ -54,13 +54,13 @@ _SWITCHES = frozenset(
 # transformers decodes by code from its hub for these, which is never run, or asks for the tokenizer in the middle of a text,
 # or for a second model; and what it sets for itself.
 _LEFT_OUT = frozenset(
-    "assistant_early_exit assistant_model compile_config constraints custom_generate diversity_penalty dola_layers "
+    "assistant_early_exit assistant_model auto_map compile_config constraints custom_generate diversity_penalty dola_layers "
     "force_words_ids is_assistant low_memory num_beam_groups penalty_alpha token_healing trust_remote_code use_mtp "
     "watermarking_config".split()
 )
 # Of those, what would not have changed a text.
 _SAME_TEXT = frozenset(
-    "assistant_early_exit assistant_model compile_config is_assistant low_memory trust_remote_code use_mtp".split()
+    "assistant_early_exit assistant_model auto_map compile_config is_assistant low_memory trust_remote_code use_mtp".split()
 )
 # Caches that need a GPU or a package of their own, wherever the model is.
 _CACHES = ("offloaded", "offloaded_static", "quantized")
