@@ -99,7 +99,7 @@ def block_ldlq(weight: Tensor, feedback: Tensor | None, lanes: Sequence[Lane]) -
     in order. On a GPU they run side by side, and a block or a span of columns is one captured graph.
     """
     narrow = weight.is_cuda and weight.shape[-1] <= NARROW and all(lane.capture for lane in lanes)
-    with products_of_errors(weight.device):
+    with products_of_errors(weight.device, weight.shape[-1]):
         return (_by_blocks if narrow else _by_spans)(weight, feedback, lanes)
 
 

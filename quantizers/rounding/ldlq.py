@@ -32,7 +32,7 @@ def ldlq(weight: Tensor, levels: Levels, group: int, factor: Factor) -> Rounded:
     as they are, so the storage does not change. What follows the sweep is kept row by row, where it lowers
     the loss.
     """
-    with products_of_errors(weight.device):
+    with products_of_errors(weight.device, weight.shape[1]):
         return _swept(weight, levels, group, factor)
 
 

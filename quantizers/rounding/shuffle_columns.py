@@ -52,9 +52,7 @@ def search(alike: Sequence[Sequence[Matrix]], scratch: int, room: int) -> None:
             segments = sum(search.segments for search in searches)
             for search in searches:
                 search.beside = segments - search.segments
-            device = searches[0].values.device
-            with products_of_errors(device):
-                in_turn([search.steps() for search in searches], device)
+            in_turn([search.steps() for search in searches], searches[0].values.device)
             for search in searches:
                 search.finish()
 
@@ -186,10 +184,11 @@ class Search:
         """Targets with what columns before have lost."""
         if not self.feedback or before.start == before.stop:
             return base
-        parts = [
-            base[rows] + (u[before, columns].T @ errors[before]).T
-            for u, errors, rows in zip(self.feedback, self.errors, self.rows, strict=True)
-        ]
+        with products_of_errors(base.device, self.cols):
+            parts = [
+                base[rows] + (u[before, columns].T @ errors[before]).T
+                for u, errors, rows in zip(self.feedback, self.errors, self.rows, strict=True)
+            ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def finish(self) -> None:

@@ -25,6 +25,7 @@ from nstf.analyzers.shrinkage import shrunk
 from nstf.analyzers.turnstile import run_in_step
 from nstf.kernels.formats import node_to_json
 from nstf.kernels.trellis_encode import search_threads
+from nstf.quantizers.rounding.products import products_of_errors
 from nstf.quantizers.stats import Stats
 from nstf_convert.pipeline.calibrate.batches import even_tokens, fit_batches, merge_batches, model_output
 from nstf_convert.pipeline.calibrate.text import Batch, Data
@@ -312,8 +313,7 @@ class _Pass:
             DAMPING,
             map if len(names) == 1 else each,
             machine.scratch_bytes if machine.on_gpu else 0,
-            # On a CPU the original runs meanwhile, whose products must not be rounded.
-            fast_products if machine.on_gpu and self.fast else nullcontext,
+            partial(products_of_errors, machine.device, len(known[0].hessian)),
         )
         return (
             [m.reshape(w.shape) for (m, _), w in zip(found, inners, strict=True)],
