@@ -298,3 +298,16 @@ def test_the_models_folder_is_no_work_directory(tmp_path: Path) -> None:
     """What was kept there was read as a part of the model the next time."""
     with pytest.raises(UsageError, match="is the work directory: choose another work directory"):
         keep_apart(tmp_path, [str(tmp_path)])
+
+
+def test_a_calibration_from_python_takes_no_place_of_its_text(folder: Path) -> None:
+    from nstf_convert.budget import Budget
+    from nstf_convert.options import ConvertOptions
+    from nstf_convert.pipeline import calibrate
+
+    text = folder / "mine.txt"
+    text.write_text("a text of mine")
+    options = ConvertOptions(str(folder / "model"), text, Budget("ratio", 0.5), (str(text),), force=True)
+    with pytest.raises(UsageError, match="is the input"):
+        calibrate(options)
+    assert text.read_text() == "a text of mine"

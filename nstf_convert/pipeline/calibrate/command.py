@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.runtime.artifact.atomic_file import CHUNK_BYTES, replacing
-from nstf_convert.inputs import check_still_free
+from nstf_convert.inputs import check_still_free, keep_inputs
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.attention.plan import write_with_profile
@@ -17,6 +17,7 @@ def calibrate(options: ConvertOptions) -> Path:
     """Writes the calibration file at `options.output`. Raises UnsupportedError for a model that cannot be run."""
     if options.calibration is not None:
         raise UsageError("calibrate makes a calibration file, it does not take one: leave it out")
+    keep_inputs(options.output, [options.model, *options.datasets])
     if os.path.lexists(options.output) and not options.force:
         raise UsageError(f"{options.output} exists: give another output, or force to replace it")
     check = possible.check if options.context is not None else None
