@@ -35,6 +35,10 @@ _IGNORED_KEYS = frozenset(
 )
 # Whether OPT has a last norm, its only word for that: a private field like others, but true or false leads nowhere.
 _PRIVATE_FLAG = "_remove_final_layer_norm"
+_DTYPES = frozenset(
+    "auto float float16 half bfloat16 float32 float64 double float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz int8 "
+    "uint8 int16 int32 int64".split()
+)
 _LABELS = ("id2label", "label2id")
 # How transformers calls the modules of models, of their configs and of what makes their inputs, and those that stand for
 # missing libraries. They lie in the first, or are called as their bases' modules are.
@@ -151,12 +155,22 @@ def harmless(value: Any, depth: int = 0) -> Any:
         for key, item in value.items():
             if key in _LABELS or is_private_flag(key, item):
                 kept[key] = item
+            elif key.endswith("dtype") and not _is_dtype(item):
+                continue
             elif not key.startswith("_") and key not in _IGNORED_KEYS and not _names_a_place(item):
                 kept[key] = harmless(item, depth + 1)
         return kept
     if isinstance(value, list | tuple):
         return [harmless(item, depth + 1) for item in value if not _names_a_place(item)]
     return value
+
+
+def _is_dtype(value: Any) -> bool:
+    """Whether a text, or every text of a dictionary, names a dtype. transformers asks torch for any, which imports a part of
+    torch of that name."""
+    if isinstance(value, Mapping):
+        return all(map(_is_dtype, value.values()))
+    return not isinstance(value, str) or value.removeprefix("torch.") in _DTYPES
 
 
 def is_private_flag(key: str, value: object) -> bool:
@@ -172,7 +186,7 @@ _FILE_TEXTS = ("vocab", "merges")
 ARGUMENTS_OF = ("_kwargs", "_processor", "_extractor", "tokenizer")
 
 
-def leads_away(key: str, value: object = None, argument: bool = True) -> bool:
+def leads_away(key: str, argument: bool = True) -> bool:
     """Whether a setting of a tokenizer leads to code, to a repository or to another file; `__type` marks an added token.
 
     argument: whether the key becomes an argument of a class; words and tokens are keys of other dictionaries.
@@ -181,8 +195,7 @@ def leads_away(key: str, value: object = None, argument: bool = True) -> bool:
         return True
     if not argument:
         return False
-    texts = key in _FILE_TEXTS and isinstance(value, str)
-    return texts or key == "init_inputs" or key.endswith(_FILE_ENDINGS)
+    return key in _FILE_TEXTS or key == "init_inputs" or key.endswith(_FILE_ENDINGS)
 
 
 def _names_a_place(value: object) -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
 from nstf.runtime.offline import without_hub
 from nstf.runtime.skeleton import ARGUMENTS_OF, exported, harmless, leads_away
-from nstf.runtime.tokenizer_growth import check_growth, check_made, check_vocabulary_values
+from nstf.runtime.tokenizer_growth import check_growth, check_made
+from nstf.runtime.tokenizer_words import ADDED, check_added, check_vocabulary_values, check_words
 from nstf.runtime.tokenizing import is_panic
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
@@ -76,8 +77,10 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
         with disk_errors(Path(folder)):
             for name, content in files.items():
-                if name.startswith("tokenizer") and not name.endswith(_SETTINGS):
+                if name.startswith("tokenizer") and not name.endswith((_SETTINGS, ".model")):
                     check_growth(content, where)
+                elif name.endswith((".model", "vocab.json", ".txt", ".codes")) or name.startswith("vocab-"):
+                    check_words(name, content, where)
                 Path(folder, name).write_bytes(without_code(name, content, where))
         try:
             with without_hub():
@@ -137,6 +140,9 @@ def without_code(name: str, content: bytes, where: str) -> bytes:
     if not name.endswith(_SETTINGS) and name not in (_SPECIAL_TOKENS, "config.json"):
         if name.endswith(".json"):
             check_vocabulary_values(content, name, where)
+        if name == ADDED:
+            with suppress(ValueError, RecursionError):  # the library says so
+                check_added(json.loads(content.decode("utf-8-sig")), name, where)
         return content
     try:
         check_nesting(content, "the text")
@@ -146,6 +152,7 @@ def without_code(name: str, content: bytes, where: str) -> bytes:
         raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
     if isinstance(found, dict) and name != _SPECIAL_TOKENS:
         _check_class(found.get("tokenizer_class"), name, where)
+    check_added(found, name, where)
     if name != _SPECIAL_TOKENS:
         _check_named(set(_classes_in(found)), name, where)
     if name == "config.json":
@@ -223,6 +230,6 @@ def _stripped(value: Any, arguments: bool = True) -> Any:
         return {
             k: _stripped(v, k.endswith(ARGUMENTS_OF))
             for k, v in value.items()
-            if not leads_away(k, v, arguments)
+            if not leads_away(k, arguments)
         }
     return [_stripped(v, False) for v in value] if isinstance(value, list) else value

@@ -11,8 +11,9 @@ import json
 from contextlib import suppress
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import HeaderError, check_nesting, check_values, corrupt, short
+from nstf.runtime.artifact.header import check_nesting, short
 from nstf.runtime.imports import uncollected
+from nstf.runtime.tokenizer_words import check_vocabulary_values
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 MOST = 1 << 16
 # Letters of a word that WordPiece divides: it looks up every part of it. Known tokenizers have 100.
 MOST_LETTERS = 1000
-# Values of a JSON file of words and merges, whatever its length: the largest known (514,000 merges of three marks, 256,000
-# words) has two millions. Each may take a hundred bytes of memory.
-MOST_VALUES = 1 << 22
 # Parts of the file whose rules a text goes through one after the other, and the names of what each may hold more of.
 _BEFORE, _AFTER = ("normalizer", "pre_tokenizer"), ("post_processor", "decoder")
 _SEVERAL = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -50,14 +48,6 @@ def check_growth(content: bytes, where: object) -> None:
         return
     if isinstance(stated, dict):
         check_rules(stated, where)
-
-
-def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
-    """Raises CorruptError for a tokenizer's JSON file of so many values that they take far more memory than it does."""
-    try:
-        check_values(content, "the text", MOST_VALUES)
-    except HeaderError as error:
-        raise corrupt(where, f"its {name}: {error}") from error
 
 
 def check_made(tokenizer: Any, where: object, words: bool = False) -> None:

@@ -52,6 +52,9 @@ class TuningCache:
     @classmethod
     def from_json(cls, text: str) -> "TuningCache":
         """The cache of a JSON text. Raises ValueError that says what is wrong with it."""
+        # Entries are far longer than that; empty lists take fifty times their bytes.
+        if sum(map(text.count, ",[{")) > 64 + len(text) // 8:
+            raise ValueError("not a tuning cache: it has too many values for its length")
         data = json.loads(text)
         if not isinstance(data, dict) or set(data) != {"version", "entries"}:
             raise ValueError("not a tuning cache: its keys must be version and entries")

@@ -211,6 +211,6 @@ def strip_code(value: Any, depth: int = 0, arguments: bool = True) -> Any:
             for k, v in value.items()
             if k == ADDED_TOKEN
             # Files that are null or empty lead nowhere.
-            or not (k in DENIED or k.startswith("_") or (v and leads_away(k, v, arguments)))
+            or not (k in DENIED or k.startswith("_") or (v and leads_away(k, arguments)))
         }
     return [strip_code(v, depth + 1, False) for v in value] if isinstance(value, list) else value

@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from nstf.errors import CorruptError
-from nstf.kernels.records import frozen
+from nstf.kernels.formats.tree import stored_bytes
+from nstf.kernels.records import changed, frozen
 from nstf.runtime.artifact.header import HeaderError, check_nesting, check_values, corrupt, short
 from nstf.runtime.artifact.manifest import Manifest, TensorRecord
 
@@ -34,6 +35,8 @@ MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
 LEAST_SIZE, LEAST_COUNT = 65_536, 1_024
 # Elements of a buffer that a model computes for itself: a mask over its positions, a table of angles.
 LEAST_BUFFER = 1 << 24
+# Of a tensor that count for that, for each byte it is stored in.
+ELEMENTS_A_BYTE = 1 << 8
 # Of one that it makes number by number in Python, a microsecond and 40 bytes each, or from such matrices of numpy's.
 LEAST_TABLE = 1 << 20
 
@@ -103,8 +106,11 @@ class Limits:
 
 def limits_of(manifest: Manifest) -> Limits:
     """What the tensors of a manifest allow."""
-    shapes = [record.shape for record in manifest.tensors.values() if isinstance(record, TensorRecord)]
-    return limits_of_shapes(shapes, len(manifest.tensors))
+    records = [record for record in manifest.tensors.values() if isinstance(record, TensorRecord)]
+    # A decomposition of a kilobyte may state 2^40 elements, which bear nothing out.
+    elements = (min(math.prod(r.shape), ELEMENTS_A_BYTE * stored_bytes(r.tree, r.shape)) for r in records)
+    found = limits_of_shapes([r.shape for r in records], len(manifest.tensors))
+    return changed(found, elements=sum(elements))
 
 
 def limits_of_shapes(shapes: Collection[tuple[int, ...]], tensors: int | None = None) -> Limits:
@@ -151,6 +157,8 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
             if key in _LABELS:
                 _check_labels(item, where, key)
             else:
+                if key == "attention_types":
+                    _check_types_of_layers(item, limits, where)
                 _check_type(item, where, key)
                 _check(item, limits, where, f"{path}.{key}" if path else str(key), depth + 1, seen)
     elif isinstance(value, list | tuple):
@@ -165,6 +173,20 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
                 f"{where}: its config.json says {short(path)} is {short(value)}, and its tensors allow {most} at most; "
                 "the file is damaged or was made to do harm, do not use it"
             )
+
+
+def _check_types_of_layers(pairs: Any, limits: Limits, where: object) -> None:
+    """Raises CorruptError for GPT-Neo's lists of types, each to be repeated so many times, that make more layers than there
+    can be."""
+    made = 0
+    for pair in pairs if isinstance(pairs, list) else ():
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and type(pair[1]) is int:
+            made += len(pair[0]) * max(0, pair[1])
+    if made > limits.count:
+        raise CorruptError(
+            f"{where}: its config.json makes {made} layers of its attention_types, and its tensors allow {limits.count} at "
+            "most; the file is damaged or was made to do harm, do not use it"
+        )
 
 
 def _words(path: str) -> set[str]:

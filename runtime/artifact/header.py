@@ -111,14 +111,17 @@ def strict_json(raw: bytes, what: str) -> Any:
     """The value of a JSON text; HeaderError for bad UTF-8, duplicate keys, NaN, infinities, deep nesting."""
     check_nesting(raw, what)
     try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HeaderError(f"{what} is not UTF-8 (byte {error.start})") from error
+    check_values(text, what)
+    try:
         return json.loads(
-            raw.decode("utf-8"),
+            text,
             object_pairs_hook=_unique,
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
-    except UnicodeDecodeError as error:
-        raise HeaderError(f"{what} is not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise HeaderError(f"{what} is not JSON ({error.msg} at character {error.pos})") from error
     except HeaderError as error:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_llama import LLAMA, tensors
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
-from nstf.runtime.artifact.config import parse_object
+from nstf.runtime.artifact.config import check_config, limits_of_shapes, parse_object
+from nstf.runtime.artifact.header import parse_header_bytes
 from nstf_convert.checkpoint import open_checkpoint
 
 ABSURD: dict[str, dict[str, Any]] = {
@@ -50,8 +52,6 @@ def test_a_config_beyond_its_tensors_is_refused_at_once(
 @pytest.mark.parametrize("positions", [1 << 30])
 def test_tables_over_positions_have_a_limit_wherever_a_model_is_built(tmp_path: Path, positions: int) -> None:
     # As `load` had it, but neither eval and diff, which build it of an artifact too, nor a conversion.
-    import torch
-
     from nstf.kernels.formats import EncodedTensor, Node, dense
     from nstf.runtime.artifact import open_artifact, write_artifact
     from nstf.runtime.skeleton import build_skeleton, parameter_names
@@ -273,3 +273,37 @@ def test_a_config_of_too_many_values_is_refused_before_they_are_made() -> None:
     """15 MB of empty lists, 63 KB in the artifact, took half a gigabyte."""
     with pytest.raises(CorruptError, match="too many for its length"):
         parse_object(b'{"x": [' + b"[]," * 2_000_000 + b"[]]}", "config.json", "m.nstf")
+
+
+def test_elements_that_are_stored_nowhere_bear_nothing_out(tmp_path: Path) -> None:
+    """A decomposition of a kilobyte states 2^40 elements: a buffer of as many was let through, and took 10 GB."""
+    from nstf.kernels.formats import EncodedTensor, array_specs, node_from_json
+    from nstf.runtime.artifact import open_artifact, write_artifact
+    from nstf.runtime.artifact.config import limits_of
+
+    shape = (32,) * 8
+    dense = {"dtype": "float32", "kind": "dense"}
+    tree = node_from_json(
+        {"kind": "cp", "rank": 1, "view": list(shape), "children": {f"factor{k}": dense for k in range(8)}}
+    )
+    arrays = {k: torch.zeros(s.shape, dtype=s.dtype) for k, s in array_specs(tree, shape).items()}
+    path = tmp_path / "m.nstf"
+    write_artifact(
+        path, tensors() | {"other.weight": EncodedTensor(tree, shape, arrays)}, {"config.json": b"{}"}
+    )
+    with open_artifact(path) as artifact:
+        assert limits_of(artifact.manifest).elements < 1 << 20
+
+
+def test_types_of_layers_that_repeat_each_other_are_counted() -> None:
+    """Each of GPT-Neo's numbers was held against the tensors, and not their product with the lists: 47 KB took 6 GB."""
+    limits = limits_of_shapes([(64, 32)] * 20)
+    check_config({"attention_types": [[["global", "local"], 6]]}, limits, "m.nstf")
+    with pytest.raises(CorruptError, match="makes 786432000 layers of its attention_types"):
+        check_config({"attention_types": [[["global"] * 12_000, 65_536]]}, limits, "m.nstf")
+
+
+def test_a_header_of_too_many_values_is_refused_before_they_are_made() -> None:
+    """100 MB of lists took 4.8 GB."""
+    with pytest.raises(CorruptError, match=r"the header holds more than .* values, too many for its length"):
+        parse_header_bytes(b'{"__metadata__":{"a":[' + b"[]," * 2_000_000 + b"[]]}}", 1 << 30, "m.nstf")

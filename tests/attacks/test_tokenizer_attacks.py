@@ -22,6 +22,7 @@ from nstf.runtime.engine_text import pieces
 from nstf.runtime.engine_text import stream as engine_stream
 from nstf.runtime.tokenizer_files import without_code
 from nstf.runtime.tokenizer_growth import check_growth
+from nstf.runtime.tokenizer_words import MOST_LINES, check_added, check_words
 from nstf.runtime.tokenizing import encode
 
 EXAMPLE = json.loads(
@@ -143,7 +144,7 @@ def test_words_from_another_file_are_counted_too(tmp_path: Path) -> None:
         if good:
             load_tokenizer(path)
         else:
-            with pytest.raises(UnsupportedError, match="by its longest token and its decoder"):
+            with pytest.raises(UnsupportedError, match="70000 bytes of a word in its vocab"):
                 load_tokenizer(path)
 
 
@@ -348,3 +349,53 @@ def test_a_file_of_words_holds_no_more_values_than_memory_bears(name: str) -> No
     content = b"[" + b"[]," * 3_000_000 + b"[]]"
     with pytest.raises(CorruptError, match=f"its {name}: .*too many for its length"):
         check_growth(content, "m") if name == "tokenizer.json" else without_code(name, content, "m")
+
+
+def piece(text: bytes) -> bytes:
+    """A piece of a model of sentencepiece: field 1 of the file, whose field 1 is its text."""
+    inner = b"\x0a" + varint(len(text)) + text
+    return b"\x0a" + varint(len(inner)) + inner
+
+
+def varint(number: int) -> bytes:
+    out = b""
+    while number > 127:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("vocab.json", json.dumps({"x": 0, "a" * 5000: 1}).encode()),
+        ("tokenizer.model", piece(b"x") + piece(b"a\n" * 3000)),
+        ("merges.txt", b"#version: 0.2\n" + b"a b\n" * (MOST_LINES + 1)),
+        ("vocab.txt", b"x\n" + b"a" * 5000),
+    ],
+)
+def test_words_that_take_time_by_their_square_are_refused(name: str, content: bytes) -> None:
+    """48 KB of an artifact took 100 s; a merge that stands there eight million times took gigabytes."""
+    check_words(name, content[:20] if name != "tokenizer.model" else piece(b"x"), "m")
+    with pytest.raises(UnsupportedError, match=f"in its {name}, more than"):
+        check_words(name, content, "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "said"),
+    [
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"20000000": {"content": "<x>"}}},
+            "as the number of a token",
+        ),
+        ("added_tokens.json", {"<x>": 20_000_000}, "as the number of a token"),
+        ("tokenizer_config.json", {"extra_special_tokens": ["a" * 2000] * 600}, "letters of tokens"),
+        ("added_tokens.json", {"a" * 2_000_000: 5}, "letters of tokens"),
+        ("tokenizer_config.json", {"extra_ids": 1 << 30}, "tokens made for a number"),
+    ],
+)
+def test_tokens_that_settings_add_have_limits(name: str, stated: dict[str, Any], said: str) -> None:
+    """Each letter takes 232 bytes in tokenizers of Python, and some fill every number below a token's."""
+    check_added({"added_tokens_decoder": {"5": {"content": "<x>"}}}, "tokenizer_config.json", "m")
+    with pytest.raises(UnsupportedError, match=said):
+        without_code(name, json.dumps(stated).encode(), "m")

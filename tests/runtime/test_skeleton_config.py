@@ -67,3 +67,11 @@ def test_a_config_nested_without_end_is_cut() -> None:
     for _ in range(100):
         deep = {"x": deep}
     assert len(json.dumps(harmless(deep))) < 200
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "router_dtype"])
+def test_a_dtype_is_no_module_of_torch(key: str) -> None:
+    """`getattr(torch, "_inductor")` imports 1,672 modules."""
+    kept = {key: "torch.bfloat16", "vision_config": {key: {"": "float32"}}}
+    assert harmless(kept) == kept
+    assert harmless({key: "_inductor", "vision_config": {key: {"": "torch.onnx"}}}) == {"vision_config": {}}
