@@ -79,7 +79,9 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
             for name, content in files.items():
                 if name.startswith("tokenizer") and not name.endswith((_SETTINGS, ".model")):
                     check_growth(content, where)
-                elif name.endswith((".model", "vocab.json", ".txt", ".codes")) or name.startswith("vocab-"):
+                elif name.endswith(
+                    (".model", "vocab.json", "tekken.json", ".txt", ".codes")
+                ) or name.startswith("vocab-"):
                     check_words(name, content, where)
                 Path(folder, name).write_bytes(without_code(name, content, where))
         try:
