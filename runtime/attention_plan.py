@@ -36,6 +36,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 
+from nstf.runtime.artifact.header import check_values
 from nstf.runtime.kv_formats import BITS, BY, PLAIN, KVFormat
 
 VERSION = 2
@@ -156,6 +157,7 @@ def parse_plan(source: str | bytes | dict[str, object]) -> AttentionPlan:
                 f"attention plan: {len(source)} bytes of JSON, at most {MAX_TEXT_BYTES} are read"
             )
         try:
+            check_values(source, "its text")
             source = json.loads(source)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"attention plan: not valid JSON ({error})") from error

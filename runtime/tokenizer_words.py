@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from nstf.errors import UnsupportedError
@@ -26,6 +27,17 @@ MOST_LETTERS_ADDED = 1 << 20
 MOST_NUMBER = 1 << 19
 MOST_MADE = 1 << 14
 _MADE = ("extra_ids", "offset")
+# Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
+MOST_TABLE = 1 << 22
+_OF_TABLE = (
+    "feature_size",
+    "fft_length",
+    "fft_window_size",
+    "n_fft",
+    "num_mel_bins",
+    "num_mel_filters",
+    "win_length",
+)
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"  # what lists of words in base64 are made of
 _SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 
@@ -69,6 +81,8 @@ def check_added(stated: Any, name: str, where: object) -> None:
             words += list(more.values()) if isinstance(more, dict) else more if isinstance(more, list) else []
         made = [stated[key] for key in _MADE if type(stated.get(key)) is int]
         _refuse_above(MOST_MADE, max(made, default=0), f"tokens made for a number in its {name}", where)
+        sides = sorted((stated[key] for key in _OF_TABLE if type(stated.get(key)) is int), reverse=True)
+        _refuse_above(MOST_TABLE, math.prod(sides[:2]), f"elements of a table of sound by its {name}", where)
     texts = [word.get("content") if isinstance(word, dict) else word for word in words]
     letters = sum(len(text) for text in texts if isinstance(text, str))
     _refuse_above(MOST_LETTERS_ADDED, letters, f"letters of tokens that its {name} adds", where)

@@ -29,6 +29,7 @@ from nstf_convert.checkpoint.onnx_wire import (
 )
 from nstf_convert.checkpoint.paths import member, open_regular, pread_all
 from nstf_convert.checkpoint.source import Source, TensorInfo, torch_dtype
+from nstf_convert.checkpoint.torch_bin import MOST_REPEATED
 
 # TensorProto.DataType -> torch's name.
 DTYPES = {
@@ -80,12 +81,15 @@ def open_file(path: Path) -> Checkpoint:
     held = Held()
     try:
         entries: dict[str, Entry] = {}
+        beside = 0
         for found in initialisers(data):
             if not found.name or found.name in entries:
                 raise CorruptError(
                     f"{path}: an initialiser is without a name or twice there: {found.name[:80]!r}"
                 )
-            entries[found.name] = _entry(data, found, path, files, held)
+            entries[found.name] = entry = _entry(data, found, path, files, held)
+            beside += entry.info.size_bytes if found.external is not None else 0
+        _check_repeated(beside, path, sum(os.fstat(f.fileno()).st_size for f in files.values()))
         return Checkpoint(
             path,
             _source(entries, data, files, held),
@@ -99,6 +103,16 @@ def open_file(path: Path) -> Checkpoint:
     except NstfError:
         _close(data, files, held)
         raise
+
+
+def _check_repeated(total: int, path: Path, held: int) -> None:
+    """Raises CorruptError for initialisers that name the same bytes again and again: each gets its own. total: bytes that
+    they take of files beside this one, which have `held`."""
+    if total > held + MOST_REPEATED:
+        raise CorruptError(
+            f"{path}: its initialisers take {total} bytes of files that have {held}; the file is damaged or was made to do "
+            "harm, do not use it"
+        )
 
 
 def _entry(data: mmap.mmap, found: Initialiser, path: Path, files: dict[Path, BinaryIO], held: Held) -> Entry:

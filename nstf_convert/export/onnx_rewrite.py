@@ -17,7 +17,6 @@ from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.kernels.formats.scales import matrix_shape, per_column, read_scales
 from nstf.runtime.artifact import Artifact
 from nstf_convert.checkpoint.onnx import open_file
-from nstf_convert.checkpoint.torch_bin import MOST_REPEATED
 from nstf_convert.export import integers
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.plan import ExportPlan, Item, decoded
@@ -277,23 +276,9 @@ def _raised(model: Any, source: Path) -> Any:
 
 def weight_files(source: Path) -> list[Path]:
     """The files beside a model that hold weights of it."""
-    return _files_of(_load(source, weights=False), source)
-
-
-def _files_of(model: Any, source: Path) -> list[Path]:
+    model = _load(source, weights=False)
     names = {e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"}
     return sorted(source.parent / name for name in names)
-
-
-def _check_repeated(model: Any, source: Path, total: int) -> None:
-    """Raises CorruptError for initialisers that name the same bytes again and again: onnx gives each its own. total: bytes
-    of all."""
-    held = sum(file.stat().st_size for file in (source, *_files_of(model, source)))
-    if total > held + MOST_REPEATED:
-        raise CorruptError(
-            f"{source}: its initialisers take {total} bytes, and its files have {held}; the file is damaged or was made to "
-            "do harm, do not use it"
-        )
 
 
 def _load(source: Path, weights: bool = True) -> Any:
@@ -303,16 +288,9 @@ def _load(source: Path, weights: bool = True) -> Any:
         raise NstfError("`source` needs the package onnx; run `pip install onnx`") from error
     if not source.is_file():
         raise UsageError(f"no such file: {source}")
-    with open_file(source) as stated:  # as a conversion has read it: sizes, names of other files
-        total = sum(stated.info(name).size_bytes for name in stated.names())
+    open_file(source).close()  # checked as a conversion has read it: sizes, names of other files
     try:
-        model = onnx.load(str(source), load_external_data=False)
-        if weights:
-            _check_repeated(model, source, total)
-            onnx.external_data_helper.load_external_data_for_model(model, str(source.parent))
-        return model
-    except CorruptError:
-        raise
+        return onnx.load(str(source), load_external_data=weights)
     except Exception as error:
         # protobuf's DecodeError and onnx's own errors have no common class.
         raise CorruptError(

@@ -181,7 +181,7 @@ def _check_types_of_layers(pairs: Any, limits: Limits, where: object) -> None:
     made = 0
     for pair in pairs if isinstance(pairs, list) else ():
         if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and type(pair[1]) is int:
-            made += len(pair[0]) * max(0, pair[1])
+            made += max(1, len(pair[0])) * max(0, pair[1])  # an empty list is gone through as often
     if made > limits.count:
         raise CorruptError(
             f"{where}: its config.json makes {made} layers of its attention_types, and its tensors allow {limits.count} at "

@@ -299,8 +299,9 @@ def test_types_of_layers_that_repeat_each_other_are_counted() -> None:
     """Each of GPT-Neo's numbers was held against the tensors, and not their product with the lists: 47 KB took 6 GB."""
     limits = limits_of_shapes([(64, 32)] * 20)
     check_config({"attention_types": [[["global", "local"], 6]]}, limits, "m.nstf")
-    with pytest.raises(CorruptError, match="makes 786432000 layers of its attention_types"):
-        check_config({"attention_types": [[["global"] * 12_000, 65_536]]}, limits, "m.nstf")
+    for types, made in (([[["global"] * 12_000, 65_536]], 786_432_000), ([[[], 65_536]] * 1000, 65_536_000)):
+        with pytest.raises(CorruptError, match=f"makes {made} layers of its attention_types"):
+            check_config({"attention_types": types}, limits, "m.nstf")
 
 
 def test_a_header_of_too_many_values_is_refused_before_they_are_made() -> None:
