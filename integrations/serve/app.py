@@ -122,7 +122,10 @@ class App:
 
     def _check(self, request: HttpRequest, open_: bool) -> None:
         host = request.headers.get("host", "").lower()
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        before, _, port = host.rpartition(":")
+        name = (
+            before if port.isdecimal() or (before and not port) else host
+        )  # a port may be left out behind its colon
         if self._hosts is not None and name not in self._hosts:
             raise ApiError(403, "this server answers requests for this machine only", code="wrong_host")
         if self._key is None or open_:

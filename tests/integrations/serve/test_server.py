@@ -257,6 +257,7 @@ def test_a_web_page_elsewhere_cannot_use_the_server_under_its_own_name(server: S
         # No redirection to a name that a request states, either.
         assert server.call(path, method=method, Host="evil.example")[0] == 403, path
     assert server.call("/v1/models", Host=f"localhost:{server.port}")[0] == 200
+    assert server.call("/v1/models", Host="localhost:")[0] == 200  # HTTP lets the port be empty
     # What a page may send without asking first is no JSON.
     assert server.call(CHAT, json.dumps(HELLO).encode(), Content_Type="text/plain")[0] == 415
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 # Runs a command whose first step is to import a module that is interrupted on the way.
 COMMAND = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 from nstf_convert.cli import quick, running
 
 def slow(words):
