@@ -123,9 +123,8 @@ class App:
     def _check(self, request: HttpRequest, open_: bool) -> None:
         host = request.headers.get("host", "").lower()
         before, _, port = host.rpartition(":")
-        name = (
-            before if port.isdecimal() or (before and not port) else host
-        )  # a port may be left out behind its colon
+        # A port may be left out behind its colon.
+        name = before if port.isdecimal() or (before and not port) else host
         if self._hosts is not None and name not in self._hosts:
             raise ApiError(403, "this server answers requests for this machine only", code="wrong_host")
         if self._key is None or open_:

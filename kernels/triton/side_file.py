@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, no_place
+from nstf.kernels.bounded_json import bounded_json
 from nstf.kernels.triton.aot import DTYPES, Compiled, gpu_target, require_triton, source
 from nstf.kernels.triton.architecture import Architecture, architecture
 from nstf.kernels.triton.spec import KernelSpec
@@ -29,8 +30,6 @@ SUFFIX = ".nstfk"
 VERSION = 1
 MAX_KERNELS = 1 << 16
 MAX_BYTES = 1 << 30
-# Of the header: values that it may have in any case, and bytes for each one more.
-ALWAYS_VALUES, BYTES_A_VALUE = 1 << 19, 16
 _KEY = "nstf_kernels"
 
 Needed = Callable[[Iterable[int], torch.dtype, Architecture], Mapping[str, KernelSpec]]
@@ -122,13 +121,6 @@ def read(path: str | os.PathLike[str]) -> SideFile:
     return parse(data, where)
 
 
-def _bounded_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for one of values that would take far more memory than it does."""
-    if sum(map(text.count, ",[{")) > ALWAYS_VALUES + len(text) // BYTES_A_VALUE:
-        raise ValueError("too many values for its length")
-    return json.loads(text)
-
-
 def parse(data: bytes, where: object) -> SideFile:
     """As `read`, for the bytes of a file."""
     import safetensors
@@ -138,8 +130,8 @@ def parse(data: bytes, where: object) -> SideFile:
     try:
         arrays = safetensors.torch.load(data)
         (size,) = struct.unpack("<Q", data[:8])
-        outer = _bounded_json(data[8 : 8 + size].decode())
-        header = _bounded_json(outer["__metadata__"][_KEY])
+        outer = bounded_json(data[8 : 8 + size].decode())
+        header = bounded_json(outer["__metadata__"][_KEY])
     except (
         safetensors.SafetensorError,
         ValueError,

@@ -121,9 +121,8 @@ def _interrupts() -> Iterator[threading.Event]:
     waiting: list[threading.Timer] = []
 
     def again() -> None:
-        later = threading.Timer(
-            0.01, _thread.interrupt_main
-        )  # not here: nothing is raised out of this, either
+        # Not here: nothing is raised out of this, either.
+        later = threading.Timer(0.01, _thread.interrupt_main)
         later.daemon = True
         waiting[:] = [later]
         later.start()

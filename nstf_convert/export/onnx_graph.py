@@ -50,10 +50,8 @@ def check(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"target 'onnx': rope scaling {str(rope)[:40]!r} is not written (linear and llama3 are)"
         )
-    for key in _COUNTS:
-        if (
-            config.get(key) is not None and type(config[key]) is not int
-        ):  # int() would take a text, which loading refuses
+    for key in _COUNTS:  # int() would take a text, which loading refuses
+        if config.get(key) is not None and type(config[key]) is not int:
             raise UnsupportedError(
                 f"target 'onnx': its config.json says {key} is {short(config[key])}, expected a whole number; "
                 "fetch or convert it again"

@@ -157,6 +157,21 @@ def test_layers_that_nothing_is_known_of_are_refused(chosen, tmp_path) -> None:
         convert(chosen(folder, datasets=(str(text),)))
 
 
+def test_layers_that_go_back_in_training_alone_are_refused(chosen, tmp_path) -> None:
+    """Reformer's reversible layers assert that: an AssertionError, exit code 1."""
+    sizes = {
+        "hidden_size": 32, "attn_layers": ["local", "lsh"], "num_attention_heads": 2, "feed_forward_size": 64,
+        "vocab_size": 2048, "is_decoder": True, "axial_pos_embds": False, "max_position_embeddings": 64,
+        "attention_head_size": 16, "num_buckets": 2, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,
+    }  # fmt: skip
+    folder = saved(tmp_path / "m", "ReformerModelWithLMHead", "ReformerConfig", sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    text = Path(__file__).parents[3] / "examples" / "data" / "prose.txt"
+    with pytest.raises(UnsupportedError, match="no gradients outside of training"):
+        convert(chosen(folder, datasets=(str(text),)))
+
+
 def test_answers_that_begin_with_no_token_of_the_model_are_refused(chosen, tmp_path) -> None:
     start = {"decoder_start_token_id": 5000}
     folder = saved(tmp_path / "m", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER | start)
