@@ -16,6 +16,7 @@ from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.triton.ended import ended, ended_specs
 from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.linear import arch_of
+from nstf.runtime.sampling import Sampling, choose
 from nstf.runtime.stacking import Matrix, together
 
 
@@ -42,6 +43,7 @@ class Glue:
 
             self.kernels = decode_step
         self._room: dict[Heads, Any] = {}
+        self._choice: Any = None
 
     def reserve(self, batch: int, shapes: list[Heads]) -> None:
         """Room for attention over these shapes."""
@@ -122,3 +124,16 @@ class Glue:
         room = self._room[shape]
         found: Tensor = self.kernels.attend(qkv, bias, gains, cache, position, shape, room, self.arch)
         return found
+
+    def advance(self, logits: Tensor, sampling: Sampling | None, tokens: Tensor, position: Tensor) -> None:
+        """The next tokens by logits [batch, vocab] into tokens, int64 [batch], and the position after them, int64 [1]."""
+        if self.kernels is None or sampling is not None:
+            tokens.copy_(choose(logits, sampling))
+            position.add_(1)
+            return
+        from nstf.kernels.triton import likeliest
+
+        batch, vocab = logits.shape
+        if self._choice is None or self._choice.fits != (batch, vocab):
+            self._choice = likeliest.scratch(batch, vocab, logits.device)
+        likeliest.advance(logits.contiguous(), tokens, position, self._choice, self.arch)

@@ -103,11 +103,14 @@ def decoder_specs(
 
 def _step(config: EngineConfig, batch: int, dtype: torch.dtype, target: str) -> Iterator[KernelSpec]:
     from nstf.kernels.triton.decode_step import attend_spec, gate_spec, norm_spec
+    from nstf.kernels.triton.likeliest import likeliest_spec
 
     shape, family = config.shape, config.family
     yield norm_spec(batch, shape["hidden"], dtype, target)
     yield norm_spec(batch, shape["hidden"], dtype, target, dtype, family.out_norms)
     yield gate_spec(batch, shape["ffn"], dtype, shape["gelu"], target)
+    # Capped logits are float32.
+    yield likeliest_spec(batch, shape["vocab"], torch.float32 if shape["logit_cap"] else dtype, target)
     for window in sorted(set(config.windows)):
         heads = Heads(shape["heads"], shape["kv_heads"], shape["head_size"], shape["score_scale"], window)
         for capacity in sorted({min(SMALLEST_CAPACITY, shape["context"]), shape["context"]}):

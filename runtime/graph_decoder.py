@@ -265,9 +265,7 @@ class Decoder:
 
     def _step(self, state: State, sampling: Sampling | None) -> None:
         """One token of each sequence from `state` to `state`: what a graph is captured of."""
-        logits = self.logits(state)
-        state.tokens.copy_(choose(logits, sampling))
-        state.position.add_(1)
+        self._glue.advance(self.logits(state), sampling, state.tokens, state.position)
 
     def logits(self, state: State) -> Tensor:
         """[batch, vocab] after the tokens of `state` at its position; their keys and values are in the cache then."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nstf.kernels.triton.attention_pages import Pages, place_of, turned_by_hadamard
 from nstf.kernels.triton.attention_record import store_codes
-from nstf.kernels.triton.decode_step import _turned
 from nstf.kernels.triton.launching import launch, overlap_options, overlaps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.turning import turned
 
 # Programs that share the pages of a head in attention_decode.py, at most.
 MOST_SPLITS = 256
@@ -81,16 +81,16 @@ def append_kernel(
     here = qkv + line.to(tl.int64) * ((GROUP + 2) * KV * SIZE)
     queries = number * GROUP + tl.minimum(g, GROUP - 1)
     angle = at * TURN
-    turned = _turned(here, 0, queries, d, cos, sin, angle, q_gain, bias, epsilon, SIZE, NORM, BIAS) * scale
+    query = turned(here, 0, queries, d, cos, sin, angle, q_gain, bias, epsilon, SIZE, NORM, BIAS) * scale
     # Two equal rows: a tensor of one row has no layout to turn in.
-    key = _turned(
+    key = turned(
         here, GROUP * KV * SIZE, number + two * 0, d, cos, sin, angle, k_gain, bias, epsilon, SIZE, NORM, BIAS
     )
     if K_ROTATE:
-        turned = turned_by_hadamard(turned, ROWS, SIZE)
+        query = turned_by_hadamard(query, ROWS, SIZE)
         key = turned_by_hadamard(key, 2, SIZE)
     into = q + (line * (GROUP * KV) + number * GROUP + g)[:, None] * SIZE + d[None, :]
-    tl.store(into, turned, mask=(g < GROUP)[:, None])
+    tl.store(into, query, mask=(g < GROUP)[:, None])
     from_v = (GROUP + 1) * KV * SIZE + number * SIZE + (two * 0)[:, None] + d[None, :]
     value = tl.load(here + from_v).to(tl.float32)
     if BIAS:

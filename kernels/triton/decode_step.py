@@ -1,4 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton adds tuples; it does not unpack them into one.
+# ruff: noqa: RUF005
 """What a decoder does between its matrices, in three kernels: norms, attention with one query, the gate of the MLP.
 
 The definition is kernels/torch/decode_step.py. All of them read the position from device memory and have a grid that does
@@ -6,7 +8,8 @@ not depend on it, so that a captured graph is right for every token.
 
 Attention (flash-decoding, Dao et al. 2023): the keys of a sequence and head are dealt, a tile at a time, to several
 programs; each turns and norms the queries anew, which costs less than a launch. The one that arrives last adds up the parts,
-in the order of the programs, so that results do not change from run to run.
+in the order of the programs, so that results do not change from run to run. Ways to memory that wait for each other are what
+a short context costs, so the first tile, angles and gains are on their way before the launch in front has ended.
 """
 
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from nstf.kernels.triton.arrival import arrive, generation
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 from nstf.kernels.triton.sums import gated
+from nstf.kernels.triton.turning import angles_of, gains_of, halves_of, turn
 
 MOST_SPLITS = 32
 
@@ -76,30 +80,39 @@ def gate_kernel(x, y, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
 
 
 @triton.jit
-def _turned(
-    source, first, heads, d, cos, sin, at, gain, bias, epsilon,
-    SIZE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Heads [heads, SIZE] from `first` on, with bias and norm, turned by the position's angles: f32."""
-    PAIRS: tl.constexpr = SIZE // 2
-    other = tl.where(d < PAIRS, d + PAIRS, d - PAIRS)
-    sign = tl.where(d < PAIRS, -1.0, 1.0)
-    ok = (d < SIZE)[None, :]
-    mine = first + heads[:, None] * SIZE + d[None, :]
-    theirs = first + heads[:, None] * SIZE + other[None, :]
-    a = tl.load(source + mine, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(source + theirs, mask=ok, other=0.0).to(tl.float32)
-    if BIAS:
-        a += tl.load(bias + mine, mask=ok, other=0.0)
-        b += tl.load(bias + theirs, mask=ok, other=0.0)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(a * a, axis=1) / SIZE + epsilon)[:, None]
-        a *= factor * tl.load(gain + d, mask=d < SIZE, other=0.0)[None, :]
-        b *= factor * tl.load(gain + other, mask=d < SIZE, other=0.0)[None, :]
-    angle = at * PAIRS + d % PAIRS
-    c = tl.load(cos + angle, mask=d < SIZE, other=0.0)
-    s = tl.load(sin + angle, mask=d < SIZE, other=0.0) * sign
-    return a * c[None, :] + b * s[None, :]
+def _tile_of(keys, values, lane, first, at, n, d, d_ok, SIZE: tl.constexpr):
+    """Keys and values [TILE, WIDTH] of the positions first + n before `at`, zeros for others."""
+    k = first + n
+    place = (lane + k)[:, None] * SIZE + d[None, :]
+    ok = (k < at)[:, None] & d_ok[None, :]
+    return tl.load(keys + place, mask=ok, other=0.0), tl.load(values + place, mask=ok, other=0.0)
+
+
+@triton.jit
+def _seen(q, some, more, known, top, total, acc, WIDE: tl.constexpr):
+    """Top, total and acc with the keys `some` and the values `more` of the positions that are `known`."""
+    if WIDE:
+        some = some.to(tl.float32)
+        more = more.to(tl.float32)
+    scores = tl.dot(q, tl.trans(some), input_precision="ieee")
+    scores = tl.where(known[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    weights = tl.exp(scores - higher[:, None])
+    fade = tl.exp(top - higher)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(more.dtype), more, acc * fade[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
+def _part_of(block, g, d, wanted, there, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Top, total and acc of another program, if it is there: past the first-level cache, which knows nothing of other
+    multiprocessors."""
+    ends = block + ROWS * WIDTH + g
+    top = tl.load(ends, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(ends + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+    place = block + g[:, None] * WIDTH + d[None, :]
+    return top, total, tl.load(place, mask=wanted & there, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -131,6 +144,8 @@ def attend_kernel(
     WIDTH: tl.constexpr,  # SIZE likewise
     TILE: tl.constexpr,
     EACH: tl.constexpr,  # tiles of a program before another one helps
+    TOGETHER: tl.constexpr,  # parts that are read at a time
+    EARLY: tl.constexpr,  # whether registers hold the first tile from the start
     GENERATION: tl.constexpr,
     SLOTS: tl.constexpr,  # each token has its own position and sequence
     PDL: tl.constexpr,
@@ -154,61 +169,52 @@ def attend_kernel(
     active = tl.maximum(1, tl.minimum(tl.num_programs(1), (at - start + EACH * TILE - 1) // (EACH * TILE)))
     if split >= active:
         return
-    if PDL:
-        # The position, and keys and values before it, were written before the last launch that overlaps no other.
-        tl.extra.cuda.gdc_wait()
     d = tl.arange(0, WIDTH)
-    g = tl.arange(0, ROWS)
     d_ok = d < SIZE
-    first = line * ((GROUP + 2) * KV * SIZE)
-    here = qkv + first
-    queries = head * GROUP + tl.minimum(g, GROUP - 1)
-    q = _turned(here, 0, queries, d, cos, sin, at, q_gain, bias, epsilon, SIZE, NORM, BIAS) * scale
-    one = tl.arange(0, 1)
-
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    lane = (sequence * KV + head) * capacity
-    if split == 0:
-        # The new token: it need not come back from the cache.
-        k_new = _turned(
-            here, GROUP * KV * SIZE, head + one, d, cos, sin, at, k_gain, bias, epsilon, SIZE, NORM, BIAS
-        )
-        k_at = (GROUP + 1) * KV * SIZE + head * SIZE + d
-        v_new = tl.load(here + k_at, mask=d_ok, other=0.0).to(tl.float32)
-        if BIAS:
-            v_new += tl.load(bias + k_at, mask=d_ok, other=0.0)
-        k_new = k_new.to(DTYPE)
-        v_new = v_new.to(DTYPE)
-        tl.store(keys + (lane + at) * SIZE + d[None, :], k_new, mask=d_ok[None, :])
-        tl.store(values + (lane + at) * SIZE + d, v_new, mask=d_ok)
-        top = tl.sum(q.to(DTYPE).to(tl.float32) * k_new.to(tl.float32), axis=1)
-        total = tl.full([ROWS], 1.0, tl.float32)
-        acc += v_new.to(tl.float32)[None, :]
-
+    g = tl.arange(0, ROWS)
     n = tl.arange(0, TILE)
+    one = tl.arange(0, 1)
+    lane = (sequence * KV + head) * capacity
+    tile = start + split * TILE
+    # The position, and keys and values before it, were written before the last launch that overlaps no other: the first
+    # tile is on its way while the launch in front ends.
+    if EARLY:
+        some, more = _tile_of(keys, values, lane, tile, at, n, d, d_ok, SIZE)
+    c, s = angles_of(cos, sin, at, d, SIZE)
+    q_mine, q_theirs = gains_of(q_gain, d, SIZE, NORM)
+    k_mine, k_theirs = gains_of(k_gain, d, SIZE, NORM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    here = qkv + line * ((GROUP + 2) * KV * SIZE)
+    queries = head * GROUP + tl.minimum(g, GROUP - 1)
+    # All that is read of the new token is asked for before any of it is used.
+    a, b = halves_of(here, bias, 0, queries, d, (g >= 0)[:, None], SIZE, BIAS)
+    # The first program has the new token: it need not come back from the cache.
+    is_first = split == 0
+    k_a, k_b = halves_of(here, bias, GROUP * KV * SIZE, head + one, d, is_first, SIZE, BIAS)
+    v_at = (GROUP + 1) * KV * SIZE + head * SIZE + d
+    v_new = tl.load(here + v_at, mask=d_ok & is_first, other=0.0).to(tl.float32)
+    if BIAS:
+        v_new += tl.load(bias + v_at, mask=d_ok & is_first, other=0.0)
+    q = turn(a, b, c, s, q_mine, q_theirs, epsilon, SIZE, NORM) * scale
+    k_new = turn(k_a, k_b, c, s, k_mine, k_theirs, epsilon, SIZE, NORM).to(DTYPE)
+    v_new = v_new.to(DTYPE)
+    tl.store(keys + (lane + at) * SIZE + d[None, :], k_new, mask=d_ok[None, :] & is_first)
+    tl.store(values + (lane + at) * SIZE + d, v_new, mask=d_ok & is_first)
     q = q.to(DTYPE)
+    top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
+    top = tl.where(is_first, top, float("-inf"))
+    total = tl.where(is_first, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
+    # Zeros where the new token is not this program's.
+    acc = tl.zeros([ROWS, WIDTH], tl.float32) + v_new.to(tl.float32)[None, :]
     if WIDE:
         q = q.to(tl.float32)
-    for tile in range(start + split * TILE, at, active * TILE):
-        k = tile + n
-        known = k < at
-        place = (lane + k)[:, None] * SIZE + d[None, :]
-        ok = known[:, None] & d_ok[None, :]
-        some = tl.load(keys + place, mask=ok, other=0.0)
-        more = tl.load(values + place, mask=ok, other=0.0)
-        if WIDE:
-            some = some.to(tl.float32)
-            more = more.to(tl.float32)
-        scores = tl.dot(q, tl.trans(some), input_precision="ieee")
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
-        fade = tl.exp(top - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(more.dtype), more, acc * fade[:, None], input_precision="ieee")
-        top = higher
+    if EARLY:
+        top, total, acc = _seen(q, some, more, tile + n < at, top, total, acc, WIDE)
+        tile += active * TILE
+    for following in range(tile, at, active * TILE):
+        some, more = _tile_of(keys, values, lane, following, at, n, d, d_ok, SIZE)
+        top, total, acc = _seen(q, some, more, following + n < at, top, total, acc, WIDE)
 
     into = out + line * (GROUP * KV * SIZE) + (head * GROUP + g)[:, None] * SIZE + d[None, :]
     wanted = (g < GROUP)[:, None] & d_ok[None, :]
@@ -227,20 +233,20 @@ def attend_kernel(
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             top = tl.full([ROWS], float("-inf"), tl.float32)
-            for i in range(active):
-                block = lines + i * each
-                # Past the first-level cache, which knows nothing of other multiprocessors.
-                theirs = tl.load(
-                    block + g[:, None] * WIDTH + d[None, :], mask=wanted, other=0.0, cache_modifier=".cg"
-                )
-                their_top = tl.load(block + ROWS * WIDTH + g, cache_modifier=".cg")
-                their_total = tl.load(block + ROWS * (WIDTH + 1) + g, cache_modifier=".cg")
-                higher = tl.maximum(top, their_top)
-                fade = tl.exp(top - higher)
-                weight = tl.exp(their_top - higher)
-                acc = acc * fade[:, None] + theirs * weight[:, None]
-                total = total * fade + their_total * weight
-                top = higher
+            for i in range(0, active, TOGETHER):
+                # All are asked for before the first is used.
+                theirs = ()
+                for j in tl.static_range(TOGETHER):
+                    part = lines + (i + j) * each
+                    theirs = theirs + (_part_of(part, g, d, wanted, i + j < active, ROWS, WIDTH),)
+                for j in tl.static_range(TOGETHER):
+                    their_top, their_total, their_acc = theirs[j]
+                    higher = tl.maximum(top, their_top)
+                    fade = tl.exp(top - higher)
+                    weight = tl.exp(their_top - higher)
+                    acc = acc * fade[:, None] + their_acc * weight[:, None]
+                    total = total * fade + their_total * weight
+                    top = higher
             tl.store(into, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
             tl.store(counters + pair, 0)
 
@@ -323,7 +329,7 @@ def attend_spec(
 ) -> KernelSpec:
     """`tile` overrides the choice of keys at a time, warps and so on. slots: each token has its own position."""
     rows, width = _padded(shape)
-    tile = _tile(width, dtype.itemsize, capacity, arch) | (tile or {})
+    tile = _tile(width, dtype.itemsize, arch) | (tile or {})
     pairs = batch * shape.kv_heads
     keys = min(capacity, shape.window or capacity)
     # As many programs as run at once, and a tile of keys at least for each.
@@ -365,6 +371,8 @@ def attend_spec(
             "WIDTH": width,
             "TILE": tile["TILE"],
             "EACH": tile["EACH"],
+            "TOGETHER": min(tile["TOGETHER"], splits),
+            "EARLY": tile["EARLY"],
             "GENERATION": generation(arch),
             "SLOTS": slots,
             "PDL": overlaps(arch),
@@ -443,21 +451,30 @@ def gate(x: Tensor, gelu: bool, arch: str) -> Tensor:
     return y
 
 
-def _tile(width: int, itemsize: int, capacity: int, arch: str) -> dict[str, int]:
-    """Keys at a time, from a sweep on an H200: more for long sequences, where they save parts to add up.
+def _tile(width: int, itemsize: int, arch: str) -> dict[str, int]:
+    """Keys at a time, from sweeps on an H200.
 
-    RDNA has 256 registers for a wave of 32 lanes, which hold less of keys and values. Those of a tile fit a
-    workgroup's local memory; of wide numbers or heads there are fewer, for the registers' sake.
+    NVIDIA: above 48 KiB of local memory a launch asks for another division of it from the first-level cache, before which
+    a multiprocessor empties: 8 us a layer in a captured step. RDNA has 256 registers for a wave of 32 lanes, which hold
+    less of keys and values. Those of a tile fit a workgroup's local memory; of wide numbers or heads there are fewer, for
+    the registers' sake.
     """
-    small = arch.startswith(("gfx11", "gfx12"))
-    many = arch.startswith("sm_") and capacity > 512 and width <= 128
-    keys = (32 if width <= 128 else 16) if small else 128 if many else 64
+    nvidia, small = arch.startswith("sm_"), arch.startswith(("gfx11", "gfx12"))
+    keys = (32 if width <= 128 else 16) if small else 32 if nvidia and width > 128 else 64
     if itemsize > 2 or width > 256:
         keys = min(keys, 16)
-    elif not arch.startswith("sm_"):
+    elif not nvidia:
         while keys > 16 and 2 * keys * width * itemsize > architecture(arch).lds_bytes_per_group:
             keys //= 2
-    return {"TILE": keys, "WARPS": 8 if small or width > 256 else 4, "STAGES": 2, "EACH": 1}
+    wide = small or width > 256 or (nvidia and itemsize == 2)
+    return {
+        "TILE": keys,
+        "WARPS": 8 if wide else 4,
+        "STAGES": 1 if nvidia else 2,
+        "EACH": 1,
+        "EARLY": not small,
+        "TOGETHER": 1 if small else 8 if nvidia else 4,
+    }
 
 
 def _padded(shape: Heads) -> tuple[int, int]:

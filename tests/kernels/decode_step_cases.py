@@ -123,12 +123,41 @@ def others(device: str) -> dict[str, float]:
     return found
 
 
+def wrong_choices(vocab: int, dtype: torch.dtype, device: str) -> float:
+    """The share of sequences whose likeliest token is another than torch's; inf for a wrong position or counter."""
+    from nstf.kernels.triton import likeliest
+    from nstf.kernels.triton.linear import arch_of
+
+    where = torch.device(device)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=generator).to(dtype)
+    logits[1] = float("-inf")
+    logits[2] = 0.25
+    logits[3, [vocab // 3, vocab - 1]] = 1000.0
+    logits[4, vocab // 2] = float("nan")
+    logits[5, -1] = 1000.0
+    wanted = logits.argmax(dim=-1)
+    room = likeliest.scratch(len(logits), vocab, where)
+    tokens = torch.full((len(logits),), -1, device=where)
+    position = torch.tensor([7], device=where)
+    for _ in range(2):
+        likeliest.advance(logits.to(where), tokens, position, room, arch_of(where))
+    if position.item() != 9 or int(room.counters.abs().max()):
+        return float("inf")
+    return float((tokens.cpu() != wanted).float().mean())
+
+
 def _relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.cpu() - wanted).abs().max() / wanted.abs().max())
 
 
 def errors(device: str) -> dict[str, float]:
-    return {name: attention_error(case, device) for name, case in ATTENTION.items()} | others(device)
+    attention = {name: attention_error(case, device) for name, case in ATTENTION.items()}
+    chosen = {
+        f"likeliest of {vocab}, {dtype}": wrong_choices(vocab, dtype, device)
+        for vocab, dtype in ((112, torch.float32), (5000, torch.float16), (49152, torch.bfloat16))
+    }
+    return attention | others(device) | chosen
 
 
 def limit(name: str) -> float:

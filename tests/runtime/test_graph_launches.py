@@ -32,7 +32,7 @@ from nstf.runtime.compiled import all_specs
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.parameter import EncodedParameter
 
-BETWEEN = ("attend_kernel", "gate_kernel", "norm_kernel", "sum_kernel")
+BETWEEN = ("attend_kernel", "gate_kernel", "likeliest_kernel", "norm_kernel", "sum_kernel")
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -145,7 +145,9 @@ def test_every_launch_of_a_step_was_compiled_ahead(
             state: Any = decoder._state
             if slots:  # as runtime/graph_batch.py runs it
                 state = dataclasses.replace(state, position=torch.zeros(batch, 2, dtype=torch.int64))
-            decoder.logits(state)
+                decoder.logits(state)
+            else:
+                decoder._step(state, None)
             forget(specs)
         for launch in launched:
             same = [facts for facts in ahead if facts["kernel"] == launch["kernel"]]
@@ -158,6 +160,7 @@ def test_every_launch_of_a_step_was_compiled_ahead(
         # The table's rows come first; of the six products of a layer two are stacks.
         assert kernels[0] == "decode_kernel" and products >= 4 * len(layers) + 1
         assert kernels.count("attend_kernel") == len(layers)
+        assert kernels.count("likeliest_kernel") == (not slots)
         # A product that is one launch has the gate in it, and one of a plain bfloat16 model the norm that follows.
         nvidia = target.startswith("sm_")
         whole = nvidia and "llama, linear rope in" in model and dtype == torch.bfloat16
