@@ -13,7 +13,7 @@ from contextlib import suppress
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.header import check_nesting, short
 from nstf.runtime.imports import uncollected
-from nstf.runtime.tokenizer_words import check_vocabulary_values
+from nstf.runtime.tokenizer_words import check_known, check_objects, check_vocabulary_values
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def check_growth(content: bytes, where: object) -> None:
     """Raises UnsupportedError for a tokenizer.json whose rules can make more of a text than MOST times its length. One that
     is no JSON, or that has other parts than those known here, is left to the library."""
     check_vocabulary_values(content, "tokenizer.json", where)
+    check_objects(content, "tokenizer.json", where)
     try:
         check_nesting(content, "the text")
         with uncollected():
@@ -48,6 +49,7 @@ def check_growth(content: bytes, where: object) -> None:
         return
     if isinstance(stated, dict):
         check_rules(stated, where)
+        check_known(stated, where)
 
 
 def check_made(tokenizer: Any, where: object, words: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from nstf.errors import UnsupportedError
@@ -10,12 +9,15 @@ from nstf.runtime.artifact.header import HeaderError, check_values, corrupt
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
 ADDED = "added_tokens.json"
 # Values of a JSON file of words and merges, whatever its length: the largest known (514,000 merges of three marks, 256,000
 # words) has two millions. Each may take a hundred bytes of memory.
 MOST_VALUES = 1 << 22
+# Objects of a tokenizer.json: rules, which take 1,300 bytes of memory each, and added tokens.
+MOST_OBJECTS = 1 << 18
 # Bytes of a word in files from which transformers works merges out, by the square of them.
 MOST_WORD = 4096
 # Lines of a list of words or merges: the longest known has half as many.
@@ -27,19 +29,17 @@ MOST_LETTERS_ADDED = 1 << 20
 MOST_NUMBER = 1 << 19
 MOST_MADE = 1 << 14
 _MADE = ("extra_ids", "offset")
+# Letters of the words of a model that looks for the likeliest division (Unigram): its trie takes 340 bytes for each.
+MOST_LETTERS_KNOWN = 1 << 22
 # Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
 MOST_TABLE = 1 << 22
-_OF_TABLE = (
-    "feature_size",
-    "fft_length",
-    "fft_window_size",
-    "n_fft",
-    "num_mel_bins",
-    "num_mel_filters",
-    "win_length",
-)
+_BANDS = ("feature_size", "num_mel_bins", "num_mel_filters")
+_SAMPLES = ("fft_length", "fft_window_size", "n_fft", "win_length", "window_size")
+# Bands and seconds of a window where settings state none: the most that an extractor takes then.
+_USUAL_BANDS = 128
+_USUAL_SECONDS = 0.064
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"  # what lists of words in base64 are made of
-_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
+_TOKENS = ("_token", "_tokens")
 
 
 def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
@@ -48,6 +48,11 @@ def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
         check_values(content, "the text", MOST_VALUES)
     except HeaderError as error:
         raise corrupt(where, f"its {name}: {error}") from error
+
+
+def check_objects(content: bytes, name: str, where: object) -> None:
+    """Raises UnsupportedError for a tokenizer.json of too many rules. Braces in words count as well; there are few."""
+    _refuse_above(MOST_OBJECTS, content.count(b"{"), f"objects in its {name}", where)
 
 
 def check_words(name: str, content: bytes, where: object) -> None:
@@ -77,12 +82,15 @@ def check_added(stated: Any, name: str, where: object) -> None:
         if isinstance(decoder, dict):
             words = list(decoder.values())
             numbers = [int(key) for key in decoder if key.isdecimal() and len(key) < 20]
-        for more in map(stated.get, _SPECIAL):
-            words += list(more.values()) if isinstance(more, dict) else more if isinstance(more, list) else []
+        for more in (value for key, value in stated.items() if key.endswith(_TOKENS)):
+            # A token is a text, or an object with its `content`; some are a list of tokens, or have names.
+            one = not isinstance(more, dict | list) or (isinstance(more, dict) and "content" in more)
+            words += [more] if one else list(more.values()) if isinstance(more, dict) else more
         made = [stated[key] for key in _MADE if type(stated.get(key)) is int]
         _refuse_above(MOST_MADE, max(made, default=0), f"tokens made for a number in its {name}", where)
-        sides = sorted((stated[key] for key in _OF_TABLE if type(stated.get(key)) is int), reverse=True)
-        _refuse_above(MOST_TABLE, math.prod(sides[:2]), f"elements of a table of sound by its {name}", where)
+        _refuse_above(
+            MOST_TABLE, _largest_table(stated), f"elements of a table of sound by its {name}", where
+        )
     texts = [word.get("content") if isinstance(word, dict) else word for word in words]
     letters = sum(len(text) for text in texts if isinstance(text, str))
     _refuse_above(MOST_LETTERS_ADDED, letters, f"letters of tokens that its {name} adds", where)
@@ -90,10 +98,50 @@ def check_added(stated: Any, name: str, where: object) -> None:
     _refuse_above(MOST_NUMBER, highest, f"as the number of a token that its {name} adds", where)
 
 
-def _refuse_above(most: int, found: int, what: str, where: object) -> None:
-    if found > most:
+def check_known(stated: Mapping[str, Any], where: object) -> None:
+    """Raises UnsupportedError for the words of a tokenizer.json that are as check_words and check_added refuse them, or too
+    many letters together for what looks them up."""
+    model, added = stated.get("model"), stated.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    words = vocab if isinstance(vocab, dict) else [pair[0] for pair in _lists(vocab) if pair]
+    lengths = [len(word) for word in words if isinstance(word, str)]
+    _refuse_above(MOST_WORD, max(lengths, default=0), "letters of a word in its tokenizer.json", where)
+    if not isinstance(vocab, dict):
+        _refuse_above(MOST_LETTERS_KNOWN, sum(lengths), "letters of words in its tokenizer.json", where)
+    texts = [t.get("content") for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+    letters = sum(len(text) for text in texts if isinstance(text, str))
+    _refuse_above(MOST_LETTERS_ADDED, letters, "letters of tokens that its tokenizer.json adds", where)
+
+
+def _lists(value: Any) -> list[list[Any]]:
+    return [v for v in value if isinstance(v, list)] if isinstance(value, list) else []
+
+
+def _largest_table(stated: Any) -> float:
+    """Elements of the largest table that settings, or those inside of them, make for sound.
+
+    Windows are stated in samples, or in milliseconds or seconds; SpeechT5's `win_length` in milliseconds. Of a window the
+    next power of two is taken, by some twice, and half as many frequencies.
+    """
+    if isinstance(stated, list):
+        return max(map(_largest_table, stated), default=0)
+    if not isinstance(stated, dict):
+        return 0
+
+    def largest(*names: str) -> float:
+        return max((abs(stated[n]) for n in names if type(stated.get(n)) in (int, float)), default=0)
+
+    milliseconds = largest(*(n for n in stated if n.endswith("_ms")), "win_length")
+    spoken = largest("audio_token_duration_s") * max(1, largest("window_size_multiplier"))
+    seconds = max(milliseconds / 1000, spoken) or _USUAL_SECONDS
+    samples = max(largest(*_SAMPLES), largest("sampling_rate") * seconds)
+    return max(samples * (largest(*_BANDS) or _USUAL_BANDS), *map(_largest_table, stated.values()), 0)
+
+
+def _refuse_above(most: int, found: float, what: str, where: object) -> None:
+    if not found <= most:  # NaN
         raise UnsupportedError(
-            f"{where}: {found} {what}, more than {most}; use the original model's tokenizer"
+            f"{where}: {found:.15g} {what}, more than {most}; use the original model's tokenizer"
         )
 
 

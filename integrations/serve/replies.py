@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from nstf.integrations.serve.errors import ApiError
@@ -105,7 +106,7 @@ class Replies:
                 content.append({**self._one(s.token, s.logprob), "top_logprobs": top})
             return {"content": content, "refusal": None}
         texts = [self._token_text(s.token) for s in scores]
-        offsets = [offset + sum(len(t) for t in texts[:i]) for i in range(len(texts))]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         tops = [{self._token_text(token): value for token, value in s.top} for s in scores]
         return {
             "tokens": texts,

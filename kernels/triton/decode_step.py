@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
 # Triton adds tuples; it does not unpack them into one.
 # ruff: noqa: RUF005
 """What a decoder does between its matrices, in three kernels: norms, attention with one query, the gate of the MLP.

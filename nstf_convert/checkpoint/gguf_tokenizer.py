@@ -9,6 +9,7 @@ from typing import Any
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
 from nstf.runtime.offline import without_hub
+from nstf.runtime.tokenizer_words import MOST_LETTERS_KNOWN
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
@@ -60,6 +61,10 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
     if any(len(token) > MOST_LETTERS for token in tokens):
         raise UnsupportedError(
             f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"
+        )
+    if (letters := sum(map(len, tokens))) > MOST_LETTERS_KNOWN:
+        raise UnsupportedError(
+            f"{path} has tokens of {letters} letters, more than {MOST_LETTERS_KNOWN}: its tokenizer is damaged"
         )
     from transformers import AutoTokenizer
 

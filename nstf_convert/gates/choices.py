@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -82,8 +83,15 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
     """
     bos = getattr(tokenizer, "bos_token_id", None)
     starts = tokenizing.encode(tokenizer, "a")["input_ids"][:1] == [bos]
-    context = question.context.rstrip()
-    trailing = question.context[len(context) :]
+    whole_context = question.context.rstrip()
+    trailing = question.context[len(whole_context) :]
+    context = _last(tokenizer, whole_context, limit)
+    for text in (trailing, *question.choices):
+        if len(text) > limit and len(text) > limit * _longest_word(tokenizer):
+            raise UsageError(
+                f"question {question.name}: a choice, or the spaces before it, of {len(text)} characters does not fit "
+                f"the model's {limit} positions"
+            )
     first: list[int] = [bos] if bos is not None and starts else []
     prefix = first + _tokens(tokenizer, context) if context else first
     if not prefix:
@@ -108,6 +116,19 @@ def encode(tokenizer: Any, question: Question, limit: int) -> list[Pair]:
             )
         pairs.append(Pair(tuple(whole[-limit:]), scored))
     return pairs
+
+
+def _last(tokenizer: Any, text: str, limit: int) -> str:
+    """The end of a text that surely holds its last `limit` tokens: tokenizers take hundreds of bytes for each of a text."""
+    if len(text) <= 2 * limit:
+        return text
+    return text[-2 * limit * _longest_word(tokenizer) :]
+
+
+@lru_cache(maxsize=1)
+def _longest_word(tokenizer: Any) -> int:
+    """Characters that a token stands for, at most."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

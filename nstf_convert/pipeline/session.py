@@ -76,6 +76,7 @@ class Session:
         self.only_calibrates, self.any_size = only_calibrates, any_size
         self.options = options
         self.windows: dict[str, int] = {}
+        self._said_fewer_tokens = False
         self.stages = stages
         self.machine = given or machine(options.device, options.memory, options.gpu_memory, options.threads)
         self._folder = options.work_dir or options.output.with_name(options.output.name + ".work")
@@ -247,7 +248,15 @@ class Session:
             return most
         config = self.model.module.config.get_text_config()
         each = 4 * getattr(config, "hidden_size", 1) * getattr(config, "num_hidden_layers", 1)
-        return max(1, min(most, self.machine.activation_bytes // each))
+        fits = max(1, min(most, self.machine.activation_bytes // each))
+        if fits < most and self.machine.short and not self._said_fewer_tokens:
+            self._said_fewer_tokens = True
+            log.warning(
+                "%d tokens at a time fit %.1f GiB of waiting activations, less than there is room for usually: sums are "
+                "taken in another order than with more memory, and the file may differ",
+                fits, self.machine.activation_bytes / 2**30,
+            )  # fmt: skip
+        return fits
 
     def fitting(self, step: str, windows: int, bytes_each: int, least: int = 1) -> int:
         """How many of `windows` may wait in memory at a time when each takes so many bytes; kept for the report, with a

@@ -392,6 +392,13 @@ def test_words_that_take_time_by_their_square_are_refused(name: str, content: by
         ("tokenizer_config.json", {"extra_special_tokens": ["a" * 2000] * 600}, "letters of tokens"),
         ("added_tokens.json", {"a" * 2_000_000: 5}, "letters of tokens"),
         ("tokenizer_config.json", {"extra_ids": 1 << 30}, "tokens made for a number"),
+        ("tokenizer_config.json", {"bos_token": "a" * 2_000_000}, "letters of tokens"),
+        ("special_tokens_map.json", {"pad_token": {"content": "a" * 2_000_000}}, "letters of tokens"),
+        (
+            "tokenizer_config.json",
+            {"model_specific_special_tokens": {"image_token": "a" * 2_000_000}},
+            "letters",
+        ),
     ],
 )
 def test_tokens_that_settings_add_have_limits(name: str, stated: dict[str, Any], said: str) -> None:
@@ -407,3 +414,59 @@ def test_a_table_of_sound_has_a_limit() -> None:
     check_added(known, "preprocessor_config.json", "m")
     with pytest.raises(UnsupportedError, match="elements of a table of sound"):
         check_added(known | {"feature_size": 12000, "n_fft": 12000}, "preprocessor_config.json", "m")
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"feature_extractor": {"feature_size": 12000, "n_fft": 24000}},
+        {"feature_extractor_type": "Gemma3nAudioFeatureExtractor", "sampling_rate": 64_000_000},
+        {
+            "feature_extractor_type": "Gemma3nAudioFeatureExtractor",
+            "frame_length_ms": 4.0e6,
+            "sampling_rate": 16000,
+        },
+        {"feature_extractor_type": "SpeechT5FeatureExtractor", "win_length": 50_000, "sampling_rate": 16000},
+        {"feature_size": float("inf")},
+    ],
+)
+def test_tables_of_sound_are_found_inside_of_settings_and_by_their_times(stated: dict[str, Any]) -> None:
+    """A processor's settings hold those of its extractor; Gemma 3n and SpeechT5 state windows by time: 10.7 GB in 55 KB."""
+    with pytest.raises(UnsupportedError, match="elements of a table of sound"):
+        check_added(stated, "processor_config.json", "m")
+
+
+def test_the_extractors_of_transformers_stay_far_below_the_limit() -> None:
+    import transformers
+
+    for name in (
+        "Whisper",
+        "SpeechT5",
+        "SeamlessM4T",
+        "Clap",
+        "Univnet",
+        "Speech2Text",
+        "Gemma3nAudio",
+        "AST",
+    ):
+        made = getattr(transformers, name.replace("Univnet", "UnivNet") + "FeatureExtractor")()
+        check_added({"feature_extractor": made.to_dict()}, "processor_config.json", name)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"model": {"type": "Unigram", "vocab": [["a" * 5000, 0.0]]}}, "letters of a word"),
+        ({"model": {"type": "BPE", "vocab": {"a" * 5000: 0}}}, "letters of a word"),
+        (
+            {"model": {"type": "Unigram", "vocab": [[f"{i:04d}" * 1000, 0.0] for i in range(1100)]}},
+            "letters of words",
+        ),
+        ({"added_tokens": [{"id": 0, "content": "a" * 2000}] * 600}, "letters of tokens"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 280_000}}, "objects"),
+    ],
+)
+def test_words_of_a_tokenizer_json_have_limits(stated: dict[str, Any], said: str) -> None:
+    """A trie takes 340 bytes for a letter: 71 KB, packed, took 6.8 GB, tokens that the file adds 8.2 GB and an abort."""
+    with pytest.raises(UnsupportedError, match=said):
+        check_growth(json.dumps(stated).encode(), "m")

@@ -533,3 +533,19 @@ def test_a_list_of_tokens_that_is_none_is_unsupported(tmp_path: Path, tokens: An
         pytest.raises(UnsupportedError, match=r"tokens is no list of texts"),
     ):
         checkpoint.files()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (["a" * 5000], "a token of more than 4096 letters"),
+        ([f"{i:04d}" * 1000 for i in range(1100)], "tokens of 4400000"),
+    ],
+)
+def test_words_of_a_tokenizer_have_limits(tmp_path: Path, tokens: list[str], said: str) -> None:
+    """What looks for the likeliest division took 7.4 GB for 23 MB of them."""
+    model = tiny("LlamaForCausalLM")
+    keys = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": tokens}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
+    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
+        checkpoint.files()

@@ -169,6 +169,37 @@ def test_contexts_lose_their_oldest_tokens_and_a_choice_that_is_too_long_is_name
         encode(tokenizer, question, 2)
 
 
+def test_a_tokenizer_gets_no_more_of_a_text_than_counts(tiny) -> None:
+    """A context of 30 MB took 6 GB, of which the model sees its last few hundred tokens."""
+    import nstf.runtime
+
+    tokenizer = nstf.runtime.load_tokenizer(tiny.same)
+    longest = max(map(len, tokenizer.get_vocab()))
+    seen: list[int] = []
+
+    class Counting:
+        bos_token_id = tokenizer.bos_token_id
+        get_vocab = staticmethod(tokenizer.get_vocab)
+
+        def __call__(self, text: str, **options: object) -> object:
+            seen.append(len(text))
+            return tokenizer(text, **options)
+
+    long = Question("the cat sat on a mat " * 50_000, (" and", " then it"), 0, "8")
+    short = Question("the cat sat on a mat " * 100, (" and", " then it"), 0, "8")
+    counting = Counting()
+    assert encode(counting, long, 16) == encode(tokenizer, short, 16)
+    assert max(seen) <= 2 * 16 * longest + 10
+    for question in (
+        Question("the cat", (" and" * 50_000, " it"), 0, "9"),
+        Question("the cat" + " " * 100_000, ("and", "it"), 0, "9"),
+    ):
+        with pytest.raises(
+            UsageError, match=r"question 9: .* characters does not fit the model's 16 positions"
+        ):
+            encode(counting, question, 16)
+
+
 def test_questions_are_cut_to_the_positions_that_a_table_has_for_tokens(tiny) -> None:
     """RoBERTa's begin behind the one of padding, so its config states more than it has."""
     from transformers import RobertaConfig, RobertaForCausalLM

@@ -53,6 +53,19 @@ def test_fewer_windows_than_asked_for_are_said_to_be_fewer(options, monkeypatch,
     assert "calibration: 3 of 12 windows fit" in caplog.text
 
 
+def test_fewer_tokens_at_a_time_than_usual_are_said_to_be_fewer(options, tmp_path, caplog) -> None:
+    """Their sums are others, so a conversion that was interrupted may end with other bytes."""
+    with Session(options(work_dir=tmp_path / "work"), Stages()) as session:
+        usual = session.tokens_per_batch
+        assert usual == session.machine.tokens_per_batch and "tokens at a time" not in caplog.text
+        little = replace(session.machine, host_bytes=BASE_BYTES + (1 << 20), stated=True)
+        session.machine = little
+        assert session.tokens_per_batch < usual and "tokens at a time" not in caplog.text
+        session.machine = replace(little, stated=False)
+        assert session.tokens_per_batch == session.tokens_per_batch < usual
+    assert caplog.text.count("tokens at a time fit") == 1
+
+
 def test_threads_are_as_before_when_a_conversion_is_over(options, tmp_path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
