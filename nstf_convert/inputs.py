@@ -14,6 +14,8 @@ from nstf.runtime.artifact.atomic_file import appeared
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
 # Of those of texts: what appears in a folder of them becomes one.
 _TEXTS = (".txt", ".md", ".jsonl", ".parquet")
+# Of a tokenizer's words and of templates for chats, which go into an artifact with the model.
+_BESIDE = (".model", ".jinja")
 # Weights that are read with the settings beside them.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # Endings of ours: nobody reads such a file as part of a folder of models or texts.
@@ -49,7 +51,7 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
             continue
         inside = given.resolve() in place.parents
         ending = path.suffix.lower()
-        if inside and (ending in (*FOREIGN, *_TEXTS) or path.exists()) and ending not in _OURS:
+        if inside and (ending in (*FOREIGN, *_TEXTS, *_BESIDE) or path.exists()) and ending not in _OURS:
             raise UsageError(
                 f"{what} {path} would become part of the folder {source} that is read: put it elsewhere"
             )

@@ -31,7 +31,7 @@ _IGNORED_KEYS = frozenset(
     "attn_implementation auto_map base_model_name_or_path cache_dir code_revision compression_config "
     "configuration_files custom_generate custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
     "pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
-    "trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
+    "transformers_weights trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
 )
 # Whether OPT has a last norm, its only word for that: a private field like others, but true or false leads nowhere.
 _PRIVATE_FLAG = "_remove_final_layer_norm"

@@ -117,7 +117,7 @@ class ModulesBackend(Backend):
         blamed = too_long(error, self.model, len(answer.prompt), tokens)
         if blamed is None:
             _log.exception("an answer failed")
-            answer.fail(f"decoding failed: {error}")
+            answer.fail(f"decoding failed: {error}", error=error)
         elif answer.tokens:
             answer.end("length")
         else:

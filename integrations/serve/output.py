@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nstf.errors import out_of_memory
 from nstf.runtime.stops import StopText
 from nstf.runtime.token_sampler import Settings
 from nstf.runtime.tokenizing import is_panic
@@ -103,7 +104,7 @@ class Answer:
         """Ends the answer with an error: of the request where a field of it is named, else of the server, which may have
         too little memory at the moment (503)."""
         self.finished = True
-        status = 400 if param is not None else 503 if isinstance(error, MemoryError) else 500
+        status = 400 if param is not None else 503 if error is not None and out_of_memory(error) else 500
         self.emit(Piece(message, "error", status=status, param=param))
 
     def _send(self, text: str, reason: str | None) -> None:

@@ -196,6 +196,14 @@ def test_no_output_becomes_a_text_of_the_dataset(folder: Path, capsys: pytest.Ca
     assert "would become part of the folder texts" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "chat_template2.jinja"])
+def test_nor_a_file_of_the_model_s_tokenizer(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert run(["calibrate", "model", "--dataset", "texts", "-o", f"model/{name}"]) == 2
+    assert "would become part of the folder model" in capsys.readouterr().err
+
+
 def test_nor_a_file_in_a_folder_that_a_link_leads_to(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -448,7 +448,14 @@ def test_shutting_down_completes_what_is_quick_and_ends_the_rest(serve: Callable
     assert (status, found["error"]["code"]) == (503, "shutting_down")
 
 
-@pytest.mark.parametrize(("error", "said"), [(ValueError("a bug"), 500), (MemoryError("a bug"), 503)])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("a bug"), 500),
+        (MemoryError("a bug"), 503),
+        (RuntimeError("a bug: can't allocate memory: you tried to allocate 7 bytes"), 503),
+    ],
+)
 def test_a_failing_step_is_told_and_the_server_goes_on(server: Served, error: Exception, said: int) -> None:
     batch = server.service.backend._batch
     before = batch.step

@@ -455,7 +455,10 @@ def test_what_leads_to_code_is_not_handed_on(artifact: Path, tmp_path: Path, tar
         "trust_remote_code": True,
     }
     for name, more in (
-        ("config.json", evil | {"_attn_implementation_internal": "evil/kernel"}),
+        (
+            "config.json",
+            evil | {"_attn_implementation_internal": "evil/kernel", "transformers_weights": "evil.bin"},
+        ),
         ("generation_config.json", evil | {"custom_generate": "evil/repository"}),
         ("tokenizer_config.json", evil),
     ):
