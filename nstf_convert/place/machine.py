@@ -35,6 +35,8 @@ MOST_DEVICES = 4096
 # A mesh of 512 devices has half as many.
 MOST_LINKS = 1 << 18
 MOST_BYTES = 1 << 24
+# Of a name or a note, of which every device and link has its own.
+MOST_LETTERS = 1024
 EXAMPLES = Path(__file__).parent / "machines"
 ALGORITHMS = ("ring", "tree", "direct", "hierarchical")
 
@@ -334,7 +336,7 @@ def _known(entry: Mapping[str, Any], names: Iterable[str], where: str) -> None:
     known = list(names)
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
+            near = difflib.get_close_matches(str(key)[:40], known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise UsageError(f"{where}: unknown key {str(key)[:40]!r}; {hint}")
 
@@ -350,6 +352,8 @@ def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
     found = entry.get(key, "")
     if not isinstance(found, str):
         raise UsageError(f"{where}: {key!r} must be a text")
+    if len(found) > MOST_LETTERS:
+        raise UsageError(f"{where}: {key!r} has {len(found)} letters, more than {MOST_LETTERS}")
     return found
 
 

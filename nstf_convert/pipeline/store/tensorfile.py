@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, place
+from nstf.runtime.artifact.header import check_values
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -141,7 +142,9 @@ class TensorFile:
                 raise ValueError("it is no regular file")
             entries = _entries(path)  # first: the library does not say why a file cannot be opened
             self._file = self._open()
-            sealed = json.loads((self._file.metadata() or {})["nstf"])
+            said = (self._file.metadata() or {})["nstf"]
+            check_values(said, "its metadata")
+            sealed = json.loads(said)
             self.metadata: dict[str, Any] = sealed["metadata"]
             self._digests: dict[str, str] = sealed["digests"]
             if not isinstance(self.metadata, dict) or not isinstance(self._digests, dict):
@@ -217,7 +220,9 @@ def _entries(path: Path) -> dict[str, Any]:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
             raise ValueError("its header is longer than the file")
-        header = json.loads(file.read(length))
+        raw = file.read(length)
+    check_values(raw, "its header")
+    header = json.loads(raw)
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 

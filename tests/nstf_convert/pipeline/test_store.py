@@ -143,6 +143,19 @@ def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path, length) -> N
         TensorFile(tmp_path / "x")
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_header_of_very_many_values_is_refused(tmp_path, inside) -> None:
+    """40 MB of a calibration's header, or of the metadata in it, took 3 GB."""
+    many = "[" + "[]," * 1_000_000 + "[]]"
+    sealed = json.dumps({"nstf": f'{{"metadata":{{"x":{many if inside else []}}},"digests":{{}}}}'})
+    entry = "" if inside else f',"a":{many}'
+    header = f'{{"__metadata__":{sealed}{entry}}}'.encode()
+    header += b" " * (-len(header) % 8)
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CorruptError, match="values, too many for its length"):
+        TensorFile(tmp_path / "x")
+
+
 def test_results_of_another_job_are_made_again(options, small, tmp_path, caplog) -> None:
     """Copied there, over those of the job. They were taken: other weights, another text."""
     from safetensors.torch import load_file, save_file

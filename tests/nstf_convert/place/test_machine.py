@@ -51,6 +51,8 @@ def test_the_examples_that_the_documentation_names_are_there() -> None:
         (("devices", 0, "kind"), 3, "'kind' must be a text"),
         (("devices", 0, "bandwith"), 1e12, "unknown key 'bandwith'; did you mean 'bandwidth'?"),
         (("devices", 0, "name"), "", "the name is empty"),
+        (("devices", 0, "name"), "x" * 1025, "'name' has 1025 letters, more than 1024"),
+        (("x" * 1_000_000,), 1, "unknown key 'x{40}'; known are"),
         (("links",), [], "no links lead from 'gpu0' to 'gpu1'"),
         (("links", 0, "mesh"), "tpu*", r"links\[0\]: no device is called 'tpu\*'"),
         (("links", 0, "from"), "gpu0", 'give either "mesh", or "from" and "to"'),
