@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, place
-from nstf.runtime.artifact.header import check_values
+from nstf.runtime.artifact.header import MAX_HEADER_BYTES, check_nesting, check_values
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -143,6 +143,7 @@ class TensorFile:
             entries = _entries(path)  # first: the library does not say why a file cannot be opened
             self._file = self._open()
             said = (self._file.metadata() or {})["nstf"]
+            check_nesting(said.encode(), "its metadata")
             check_values(said, "its metadata")
             sealed = json.loads(said)
             self.metadata: dict[str, Any] = sealed["metadata"]
@@ -220,7 +221,10 @@ def _entries(path: Path) -> dict[str, Any]:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
             raise ValueError("its header is longer than the file")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}")
         raw = file.read(length)
+    check_nesting(raw, "its header")
     check_values(raw, "its header")
     header = json.loads(raw)
     return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -156,6 +156,14 @@ def test_a_header_of_very_many_values_is_refused(tmp_path, inside) -> None:
         TensorFile(tmp_path / "x")
 
 
+def test_a_header_that_is_nested_deeply_is_refused(tmp_path) -> None:
+    header = f'{{"__metadata__":{{"nstf":"x"}},"a":{"[" * 70}{"]" * 70}}}'.encode()
+    header += b" " * (-len(header) % 8)
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CorruptError, match="nested deeper than 64 levels"):
+        TensorFile(tmp_path / "x")
+
+
 def test_results_of_another_job_are_made_again(options, small, tmp_path, caplog) -> None:
     """Copied there, over those of the job. They were taken: other weights, another text."""
     from safetensors.torch import load_file, save_file
