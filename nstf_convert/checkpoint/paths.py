@@ -99,7 +99,7 @@ def _not_looked_up(path: str | Path, error: OSError) -> NstfError:
 
 def is_listed(folder: Path, name: str) -> bool:
     """Whether a folder holds something of that name: a link to nothing, too, which `member` refuses."""
-    with _disk(str(folder / name)):
+    with reading(str(folder / name)):
         try:
             (folder / name).lstat()
         except FileNotFoundError:
@@ -109,7 +109,7 @@ def is_listed(folder: Path, name: str) -> bool:
 
 def names_in(folder: Path) -> list[str]:
     """What a folder holds, by name. Raises NstfError for one that may not be read."""
-    with _disk(str(folder)):
+    with reading(str(folder)):
         return sorted(path.name for path in folder.iterdir())
 
 
@@ -177,7 +177,7 @@ def read_given(path: Path, limit_bytes: int, what: str) -> bytes:
 
 
 @contextmanager
-def _disk(what: str) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
     """Names what the machine could not read."""
     try:
         yield
@@ -190,7 +190,7 @@ def pread_all(file: BinaryIO, start: int, length: int, what: str) -> bytes:
     parts: list[bytes] = []
     while length > 0:
         # One call returns at most 2 GiB - 4 KiB on Linux.
-        with _disk(what):
+        with reading(what):
             part = os.pread(file.fileno(), min(length, 1 << 30), start)
         if not part:
             raise CorruptError(f"{what} ends {length} bytes too early; it is truncated, download it again")
@@ -204,7 +204,7 @@ def read_into(file: BinaryIO, start: int, buffer: memoryview, what: str) -> None
     parts = range(0, len(buffer), PART_BYTES)
 
     def read(at: int) -> int:
-        with _disk(what):
+        with reading(what):
             return _read_part(file, start + at, buffer[at : at + PART_BYTES])
 
     if len(parts) < 2:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact.header import SAFETENSORS_NAMES
-from nstf_convert.checkpoint.paths import is_listed, member, open_regular
+from nstf_convert.checkpoint.paths import is_listed, member, open_regular, reading
 from nstf_convert.checkpoint.pickled import check_pickle
 from nstf_convert.checkpoint.safetensors_dir import read_index
 from nstf_convert.checkpoint.source import Source, TensorInfo
@@ -60,7 +60,7 @@ def open_file(path: Path) -> Source:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    with open_regular(path) as file:
+    with open_regular(path) as file, reading(str(path)):
         head = os.pread(file.fileno(), 4, 0)
     if head[:1] == b"\x80":
         # A bare pickle cannot be mapped, so it would have to be unpickled as a whole.
@@ -69,7 +69,8 @@ def _load(path: Path) -> dict[str, Tensor]:
         )
     if head != b"PK\x03\x04":
         raise CorruptError(f"{path} is not a PyTorch file (it begins with {head!r}); download it again")
-    check_pickle(path)
+    with reading(str(path)):
+        check_pickle(path)
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

@@ -1,6 +1,8 @@
 """PyTorch .bin files: tensors only, never code."""
 
+import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nstf.errors import CorruptError, UnsupportedError
+from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf_convert.checkpoint import open_checkpoint
 
 Make = Callable[..., Path]
@@ -37,6 +39,15 @@ def test_tensors_come_as_they_were_saved(bin_folder: Path) -> None:
         assert checkpoint.architecture == "LlamaForCausalLM"
         assert checkpoint.ties == {"lm_head.weight": "model.embed_tokens.weight"}
         assert all(torch.equal(checkpoint.get(name), stored[name]) for name in checkpoint.names())
+
+
+def test_what_the_disk_does_not_give_is_named(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(NstfError, match=r"pytorch_model\.bin: cannot be read \(Input/output error\)"):
+        open_checkpoint(bin_folder / "pytorch_model.bin")
 
 
 def test_pickles_can_be_forbidden(bin_folder: Path) -> None:
