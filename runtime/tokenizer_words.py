@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import HeaderError, check_values, corrupt
+from nstf.runtime.artifact.header import corrupt, marks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ _TOKENS = ("_token", "_tokens")
 
 def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
     """Raises CorruptError for a tokenizer's JSON file of so many values that they take far more memory than it does."""
-    try:
-        check_values(content, "the text", MOST_VALUES)
-    except HeaderError as error:
-        raise corrupt(where, f"its {name}: {error}") from error
+    values = marks(content)
+    if values > MOST_VALUES:
+        raise corrupt(where, f"its {name} holds {values} values, and {MOST_VALUES} at most are read")
 
 
 def check_objects(content: bytes, name: str, where: object) -> None:

@@ -1,6 +1,7 @@
 """`nstf serve`: an OpenAI-compatible server for one artifact."""
 
 import os
+import select
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from nstf_convert.cli.sizes import parse_bytes
 KEY_VARIABLE = "NSTF_API_KEY"
 MOST_KEY = 4096  # letters: heads of requests end at 16 KiB
 MOST_TEXT = 1 << 24  # bytes of a key or a chat template; a device has no end
+WAITED = 30  # seconds for those who write into a pipe
 
 
 def serve(
@@ -137,14 +139,31 @@ def _key(file: Path | None) -> str | None:
 def read_text(file: Path, option: str) -> str:
     """A text file named by an option. Raises UsageError, and NstfError where the disk fails."""
     try:
-        with file.open("rb") as opened:
-            found = opened.read(MOST_TEXT + 1)
+        found = _bytes_of(file, option)
         if len(found) > MOST_TEXT:
             raise UsageError(f"{option} {file}: longer than {MOST_TEXT} bytes")
         return found.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         kind = NstfError if disk_fault(error) or _is_out_of_sight(file) else UsageError
         raise kind(f"{option} {file}: cannot be read ({clean(error)})") from error
+
+
+def _bytes_of(file: Path, option: str) -> bytes:
+    """What a file or a pipe holds, and one byte more than MOST_TEXT where there is more. Raises UsageError for a pipe into
+    which nobody writes for WAITED seconds, OSError as reading does."""
+    # Opening a named pipe without O_NONBLOCK would wait for its writer.
+    with open(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as opened:
+        coming = select.poll()
+        coming.register(opened, select.POLLIN)
+        parts = bytearray()
+        while len(parts) <= MOST_TEXT:
+            if not coming.poll(1000 * WAITED):
+                raise UsageError(f"{option} {file}: nobody wrote into it for {WAITED} seconds; give a file")
+            part = opened.read(MOST_TEXT + 1 - len(parts))
+            if part == b"":
+                break
+            parts += part or b""
+    return bytes(parts)
 
 
 def _is_out_of_sight(file: Path) -> bool:

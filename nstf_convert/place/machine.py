@@ -37,6 +37,8 @@ MOST_LINKS = 1 << 18
 MOST_BYTES = 1 << 24
 # Of a name or a note, of which every device and link has its own.
 MOST_LETTERS = 1024
+# Of a number, whatever it counts: no machine has a bandwidth of 1e-30 or 1e30.
+LEAST, MOST = 1e-30, 1e30
 EXAMPLES = Path(__file__).parent / "machines"
 ALGORITHMS = ("ring", "tree", "direct", "hierarchical")
 
@@ -370,8 +372,8 @@ def _positive(value: Any) -> bool:
 
 
 def _finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold: an integer of hundreds of digits is none."""
-    return type(value) in (int, float) and abs(value) <= 1e300
+    """Whether it is a number whose products and quotients with other ones a float can hold, in whatever unit."""
+    return type(value) in (int, float) and (value == 0 or LEAST <= abs(value) <= MOST)
 
 
 def _number(
@@ -382,10 +384,11 @@ def _number(
     most: float = math.inf,
     whole: bool = False,
 ) -> float:
-    """A finite number of an entry: positive, or at least `least`."""
+    """A number of an entry within LEAST and MOST: positive, or at least `least`."""
     found = entry.get(key)
     if not isinstance(found, int | float) or not _finite(found):
-        raise UsageError(f"{where}: {key!r} must be a number, not {str(found)[:40]!r}")
+        sizes = f", 0 or from {LEAST:g} to {MOST:g}" if type(found) in (int, float) else ""
+        raise UsageError(f"{where}: {key!r} must be a number{sizes}, not {str(found)[:40]!r}")
     if (found <= 0 if least is None else found < least) or found > most or (whole and found != int(found)):
         low = "above 0" if least is None else f"at least {least:g}"
         high = "" if most == math.inf else f", at most {most:g}"

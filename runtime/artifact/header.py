@@ -150,14 +150,14 @@ def check_values(text: str | bytes, what: str, always: int = ALWAYS_VALUES) -> N
     """Raises HeaderError for a JSON text of so many values that they take far more memory than it does; always: how many it
     may have in any case."""
     most = always + len(text) // BYTES_A_VALUE
-    if len(text) <= most or _marks(text) <= most:
+    if len(text) <= most or marks(text) <= most:
         return
     # Marks in strings are none, which is looked at in texts alone: bytes may be UTF-16, whose strings end elsewhere.
-    if isinstance(text, bytes) or _marks(re.sub(_STRING.pattern.decode(), "", text, flags=re.DOTALL)) > most:
+    if isinstance(text, bytes) or marks(re.sub(_STRING.pattern.decode(), "", text, flags=re.DOTALL)) > most:
         raise HeaderError(f"{what} holds more than {most} values, too many for its length")
 
 
-def _marks(text: str | bytes) -> int:
+def marks(text: str | bytes) -> int:
     """How many values a JSON text has at most: each but the first follows one of these."""
     if isinstance(text, str):
         return sum(text.count(mark) for mark in ",[{")

@@ -481,6 +481,32 @@ def test_a_device_that_never_ends_is_no_text(artifact: Path, option: str, capsys
     assert "longer than 16777216 bytes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--api-key-file", "--chat-template"])
+def test_a_pipe_that_nobody_writes_into_is_not_waited_for_without_end(
+    tmp_path: Path, artifact: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(serve, "WAITED", 0.2)
+    assert run(["serve", str(artifact), option, str(tmp_path / "pipe")]) == 2
+    assert "nobody wrote into it for 0.2 seconds" in capsys.readouterr().err
+
+
+def test_a_text_may_come_through_a_pipe_and_in_parts(tmp_path: Path) -> None:
+    """As `--api-key-file <(command)` hands it on."""
+    os.mkfifo(tmp_path / "pipe")
+
+    def write() -> None:
+        with (tmp_path / "pipe").open("wb", buffering=0) as pipe:
+            pipe.write(b"one ")
+            time.sleep(0.1)
+            pipe.write(b"two")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert serve.read_text(tmp_path / "pipe", "--api-key-file") == "one two"
+    writer.join()
+
+
 def test_a_text_that_is_too_long_is_not_said_to_be_no_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
