@@ -152,7 +152,7 @@ def _bytes_of(file: Path, option: str) -> bytes:
     """What a file or a pipe holds, and one byte more than MOST_TEXT where there is more. Raises UsageError for a pipe into
     which nobody writes for WAITED seconds, OSError as reading does."""
     # Opening a named pipe without O_NONBLOCK would wait for its writer.
-    with open(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as opened:
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as opened:
         coming = select.poll()
         coming.register(opened, select.POLLIN)
         parts = bytearray()
