@@ -44,7 +44,11 @@ def test_the_examples_that_the_documentation_names_are_there() -> None:
         (("devices",), [], "0 devices: give 1 to 4096"),
         (("devices", 0, "memory_bytes"), -1, r"devices\[0\]: 'memory_bytes' is -1: it must be above 0"),
         (("devices", 0, "memory_bytes"), True, "'memory_bytes' must be a number"),
-        (("devices", 0, "bandwidth"), float("nan"), "'bandwidth' must be a number, 0 or from 1e-30 to 1e.30, not 'nan'"),
+        (
+            ("devices", 0, "bandwidth"),
+            float("nan"),
+            "'bandwidth' must be a number, 0 or from 1e-30 to 1e.30, not 'nan'",
+        ),
         (("devices", 0, "bandwidth"), 5e-324, "'bandwidth' must be a number, 0 or from 1e-30"),
         (("devices", 0, "bandwidth_share"), 1.5, "'bandwidth_share' is 1.5: it must be above 0, at most 1"),
         (("devices", 0, "count"), 1.5, "'count' is 1.5: it must be whole"),
