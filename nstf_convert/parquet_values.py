@@ -6,7 +6,9 @@ most) before anything can be asked of it, if the sizes that the file states are 
 is a list all entries, of which no size tells.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
     from pyarrow import parquet
 
     whole = table.metadata
-    leaves = [i for i in range(whole.num_columns) if _root(table, i) == column]
+    schema = table.schema
+    order = {name: i for i, name in enumerate(table.schema_arrow.names)}
+    leaves = [i for i in range(whole.num_columns) if _root(schema.column(i).path, order) == column]
     size_bytes = Path(where).stat().st_size
     most, rows_left = max(ALWAYS_BYTES, MOST_TIMES * size_bytes), max(ALWAYS_ROWS, size_bytes)
     for number in range(whole.num_row_groups):
@@ -41,13 +45,14 @@ def column_values(table: Any, column: str, where: str) -> Iterator[Any]:
                 f"the dataset {where}: {whole.row_group(number).num_rows} rows unpack to more than {MOST_TIMES} times the "
                 "file's bytes; write it again without what is repeated"
             )
-    texts = [
-        table.schema.column(i).path for i in leaves if table.schema.column(i).physical_type == "BYTE_ARRAY"
-    ]
-    with parquet.ParquetFile(where, read_dictionary=texts) as opened:
+    texts = [schema.column(i).path for i in leaves if schema.column(i).physical_type == "BYTE_ARRAY"]
+    # Opening reads all of the footer, which has an entry for each group.
+    with ExitStack() as files:
+        opened = files.enter_context(parquet.ParquetFile(where, read_dictionary=texts))
+        plain = cache(lambda: files.enter_context(parquet.ParquetFile(where)))
         # Of one group at a time: each has a dictionary of its own, and lists of texts of two are not read.
         for number in range(whole.num_row_groups):
-            for batch in _batches(opened, where, number, column):
+            for batch in _batches(opened, plain, number, column):
                 rows_left -= len(batch)
                 if rows_left < 0:
                     raise UsageError(
@@ -67,11 +72,9 @@ def may_hold_text(kind: Any) -> bool:
     return any(getattr(types, f"is_{name}", lambda _: False)(kind) for name in names)
 
 
-def _batches(opened: Any, where: str, group: int, column: str) -> Iterator[Any]:
-    """The rows of a group, a few at a time; one by one where their encoding is one that pyarrow keeps in no dictionary
-    (DELTA_BYTE_ARRAY, which may say of a text that it begins as the last one, and its kin)."""
-    from pyarrow import parquet
-
+def _batches(opened: Any, plain: Callable[[], Any], group: int, column: str) -> Iterator[Any]:
+    """The rows of a group, a few at a time; one by one, of what `plain` opens, where their encoding is one that pyarrow
+    keeps in no dictionary (DELTA_BYTE_ARRAY, which may say of a text that it begins as the last one, and its kin)."""
     done, asked = 0, {"row_groups": [group], "columns": [column]}
     try:
         for batch in opened.iter_batches(batch_size=ROWS, **asked):
@@ -83,16 +86,16 @@ def _batches(opened: Any, where: str, group: int, column: str) -> Iterator[Any]:
     ) as error:  # at the first page of that encoding, which may follow others; pyarrow has no class for it
         if "Not yet implemented" not in str(error):
             raise
-    with parquet.ParquetFile(where) as plain:
-        for number, batch in enumerate(plain.iter_batches(batch_size=1, **asked)):
-            if number >= done:
-                yield batch
+    for number, batch in enumerate(plain().iter_batches(batch_size=1, **asked)):
+        if number >= done:
+            yield batch
 
 
-def _root(table: Any, leaf: int) -> str:
-    """The column that a leaf of the schema belongs to: a name may have dots in it."""
-    path = str(table.schema.column(leaf).path)
-    return next((n for n in table.schema_arrow.names if path == n or path.startswith(f"{n}.")), path)
+def _root(path: str, order: Mapping[str, int]) -> str:
+    """The column that a leaf of the schema belongs to, the first of those possible: a name may have dots in it. order: the
+    columns' places by name."""
+    ends = [i for i, letter in enumerate(path) if letter == "."] + [len(path)]
+    return min((path[:end] for end in ends if path[:end] in order), key=order.__getitem__, default=path)
 
 
 def _values(rows: Any, where: str) -> Iterator[Any]:

@@ -6,9 +6,11 @@ leads to code, to a repository or to another file, as they are given to transfor
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
+from nstf.errors import NstfError
 from nstf.runtime.artifact import Artifact
-from nstf.runtime.skeleton import harmless
+from nstf.runtime.skeleton import complete_config, harmless
 from nstf.runtime.tokenizer_files import without_code
 
 
@@ -22,7 +24,29 @@ def files_for_others(artifact: Artifact) -> Iterator[tuple[str, bytes]]:
         content = artifact.file(name)
         if name == "config.json":
             stated = artifact.object(name)
-            kept = harmless(stated)
+            kept = _asking_nothing(stated)
             yield name, content if kept == stated else json.dumps(kept, indent=2).encode() + b"\n"
         else:
             yield name, without_code(name, content, artifact.where)
+
+
+def _asking_nothing(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without what leads to code or to a repository. transformers asks the hub for a backbone's name: in its place
+    stands the config that opening the artifact makes of it, without asking."""
+    kept: dict[str, Any] = harmless(config)
+    if _without_backbones(kept) == kept:
+        return kept
+    try:
+        return _without_backbones(harmless(complete_config(config)))
+    except NstfError:
+        return _without_backbones(kept)
+
+
+def _without_backbones(value: Any) -> Any:
+    """A config without names of backbones, but for those of `timm`, whose own configs they are and ask for nothing."""
+    if isinstance(value, list):
+        return [_without_backbones(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = isinstance(value.get("backbone"), str) and value.get("model_type") != "timm_backbone"
+    return {k: _without_backbones(v) for k, v in value.items() if not (named and k == "backbone")}

@@ -181,7 +181,7 @@ def is_private_flag(key: str, value: object) -> bool:
 # Of settings of tokenizers: how keys end that name files or folders, and keys whose text is taken for a file's name. The
 # arguments by place (`init_inputs`) are what a slow tokenizer of long ago was made with: files too.
 _FILE_ENDINGS = ("_files", "_path", "_dir", "_spm", "mecab_option")
-_FILE_TEXTS = ("vocab", "merges")
+_FILE_TEXTS = ("vocab", "merges", "font")
 # How keys end whose dictionaries hold arguments, too: of a library that a tokenizer calls, of a part of a processor.
 ARGUMENTS_OF = ("_kwargs", "_processor", "_extractor", "tokenizer")
 

@@ -31,6 +31,8 @@ MOST_MADE = 1 << 14
 _MADE = ("extra_ids", "offset")
 # Letters of the words of a model that looks for the likeliest division (Unigram): its trie takes 340 bytes for each.
 MOST_LETTERS_KNOWN = 1 << 22
+# The same of all divisions of each word of a GGUF file without merges, of which transformers makes merges as texts.
+MOST_LETTERS_MERGED = 1 << 26
 # Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
 MOST_TABLE = 1 << 22
 _BANDS = ("feature_size", "num_mel_bins", "num_mel_filters")
@@ -104,6 +106,10 @@ def check_known(stated: Mapping[str, Any], where: object) -> None:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     words = vocab if isinstance(vocab, dict) else [pair[0] for pair in _lists(vocab) if pair]
     lengths = [len(word) for word in words if isinstance(word, str)]
+    # A model's texts of its own are put before, behind or in the place of each piece of a word.
+    lengths += (
+        [len(text) for text in model.values() if isinstance(text, str)] if isinstance(model, dict) else []
+    )
     _refuse_above(MOST_WORD, max(lengths, default=0), "letters of a word in its tokenizer.json", where)
     if not isinstance(vocab, dict):
         _refuse_above(MOST_LETTERS_KNOWN, sum(lengths), "letters of words in its tokenizer.json", where)

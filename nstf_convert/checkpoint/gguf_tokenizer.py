@@ -9,7 +9,7 @@ from typing import Any
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
 from nstf.runtime.offline import without_hub
-from nstf.runtime.tokenizer_words import MOST_LETTERS_KNOWN
+from nstf.runtime.tokenizer_words import MOST_LETTERS_KNOWN, MOST_LETTERS_MERGED
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
@@ -66,12 +66,18 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path} has tokens of {letters} letters, more than {MOST_LETTERS_KNOWN}: its tokenizer is damaged"
         )
+    merged = "tokenizer.ggml.merges" in header.metadata
+    if not merged and (letters := sum(len(token) ** 2 for token in tokens)) > MOST_LETTERS_MERGED:
+        raise UnsupportedError(
+            f"{path} has tokens whose divisions have {letters} letters, more than {MOST_LETTERS_MERGED}: its tokenizer is "
+            "damaged"
+        )
     from transformers import AutoTokenizer
 
     with (
         foreign_errors(f"{path}: its tokenizer cannot be rebuilt"),
         header_for_transformers(header),
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder,
         without_hub(),
     ):
         # Alone: a tokenizer.json beside the file, another model's maybe, would be taken instead, unchecked.

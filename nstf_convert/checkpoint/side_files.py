@@ -12,7 +12,7 @@ from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names_in, read_small
 
-MAX_BYTES = 256 << 20
+MAX_BYTES, MOST_BYTES = 256 << 20, 512 << 20  # of one, of all together
 # Of settings: 180 bytes for each of 150,000 added tokens.
 MAX_SETTINGS_BYTES = 32 << 20
 log = logging.getLogger(__name__)
@@ -39,6 +39,11 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
                 settings = _generation(settings, path)
             data = _encoded(settings, path)
         files[name] = data
+        # Links inside the folder may give one file many names.
+        if sum(map(len, files.values())) > MOST_BYTES:
+            raise CorruptError(
+                f"{folder}: its tokenizer and settings have more than {MOST_BYTES} bytes together"
+            )
     return _with_named_templates(folder, files)
 
 
@@ -59,6 +64,8 @@ def _with_named_templates(folder: Path, files: dict[str, bytes]) -> dict[str, by
                 f"{named / name} is a link that leaves the checkpoint's folder; copy the file into it"
             )
         found[name.removesuffix(".jinja")] = read_small(named / name, MAX_SETTINGS_BYTES)
+        if sum(map(len, found.values())) > MAX_SETTINGS_BYTES:
+            raise CorruptError(f"{named}: its templates have more than {MAX_SETTINGS_BYTES} bytes together")
     if found.keys() <= {"default"}:
         return files
     try:

@@ -54,7 +54,7 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     writer.add_file_type(_file_type(plan))
     with as_stated(artifact, "gguf"):
         factors = names.write_metadata(writer, name, config)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as side:
+    with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as side:
         for file in artifact.handed_on():
             (Path(side) / file).write_bytes(artifact.file(file))
         with as_stated(artifact, "gguf"):

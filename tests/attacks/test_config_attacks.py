@@ -18,6 +18,7 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf.runtime import load, load_tokenizer
 from nstf.runtime.artifact import write_artifact
 from nstf.runtime.engine import Engine
+from nstf_convert.cli import run
 
 HUGE = (10**6, 2**31, 2**40, 2**64, -(2**40), 10**300)
 # A hang is minutes; this only keeps the run from waiting for it.
@@ -313,6 +314,37 @@ def test_no_repository_of_a_backbones_name_is_looked_for(
             with suppress(NstfError):
                 opened(file)
     assert asked == []
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_exports_hand_on_no_name_that_is_asked_for_on_the_hub(
+    kind: str, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+    from transformers import AutoConfig, backbone_utils
+
+    config = {"architectures": [kind], "backbone": "gpt2", **BACKBONES[kind]}
+    if inside:
+        llava = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+        config = {**llava, "vision_config": config}
+    path = tokenizer(tmp_path / "m.nstf", config, {})
+    assert run(["export", str(path), "-o", str(tmp_path / "out")]) == 0
+    asked: list[str] = []
+
+    class Hub:
+        def repo_exists(self, name: str, **_: Any) -> bool:
+            asked.append(name)
+            return False
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(backbone_utils, "hf_api", Hub, raising=False)
+    monkeypatch.setattr(backbone_utils, "repo_exists", lambda name, **_: asked.append(name), raising=False)
+    found = AutoConfig.from_pretrained(tmp_path / "out")
+    assert asked == []
+    own = found.vision_config if inside else found
+    # The name stays where nothing is asked for by it.
+    assert own.backbone_config.model_type == "timm_backbone" and own.backbone_config.backbone == "gpt2"
 
 
 def tokenizer(path: Path, config: dict[str, Any], settings: dict[str, Any]) -> Path:

@@ -408,6 +408,16 @@ def test_tokens_that_settings_add_have_limits(name: str, stated: dict[str, Any],
         without_code(name, json.dumps(stated).encode(), "m")
 
 
+@pytest.mark.parametrize("key", ["continuing_subword_prefix", "end_of_word_suffix", "unk_token"])
+def test_what_a_model_puts_around_its_pieces_has_a_limit(key: str) -> None:
+    """A prefix of 100 MB, packed into 145 KB, took 0.05 s for each letter of a text."""
+    stated = {"model": {"type": "WordPiece", "vocab": {"a": 0}, key: "##"}}
+    check_growth(json.dumps(stated).encode(), "m")
+    stated["model"][key] = "#" * 5000
+    with pytest.raises(UnsupportedError, match=r"letters of a word in its tokenizer\.json"):
+        check_growth(json.dumps(stated).encode(), "m")
+
+
 def test_a_table_of_sound_has_a_limit() -> None:
     """Whisper's bands by frequencies took 5.9 GB for one number in 47 KB."""
     known = {"feature_size": 128, "n_fft": 400, "sampling_rate": 16000, "chunk_length": 30}

@@ -61,6 +61,49 @@ def test_texts_of_newer_encodings_are_read(tmp_path: Path, encoding: str) -> Non
     assert list(load_text(path)) == ["a\n\nb"] * 1000
 
 
+def test_a_file_of_many_columns_and_groups_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of all columns were made anew for each, and the footer was read for each group of a newer encoding: minutes
+    for 3 MB."""
+    settings = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}, "row_group_size": 1}
+    columns = {f"c{i}": pyarrow.array([i] * 40, pyarrow.int8()) for i in range(100)}
+    parquet.write_table(
+        pyarrow.table({**columns, "text": [f"text {i}" for i in range(40)]}),
+        tmp_path / "x.parquet",
+        **settings,
+    )
+    asked: list[str] = []
+
+    class Counted(parquet.ParquetFile):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            asked.append("opened")
+            super().__init__(*arguments, **options)
+
+        @property
+        def schema_arrow(self) -> Any:
+            asked.append("names")
+            return super().schema_arrow
+
+    monkeypatch.setattr(parquet, "ParquetFile", Counted)
+    assert list(load_text(tmp_path / "x.parquet")) == [f"text {i}" for i in range(40)]
+    assert asked.count("opened") <= 4 and asked.count("names") <= 4
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "root"),
+    [
+        ("a.b.c", ["a.b", "a"], "a.b"),
+        ("a.b.c", ["x", "a", "a.b"], "a"),
+        ("a.b", ["a.b"], "a.b"),
+        ("ab.c", ["a", "ab"], "ab"),
+        ("x", ["a"], "x"),
+    ],
+)
+def test_a_leaf_belongs_to_the_first_column_that_it_may(path: str, names: list[str], root: str) -> None:
+    assert parquet_values._root(path, {name: i for i, name in enumerate(names)}) == root
+
+
 def test_a_text_that_repeats_the_start_of_the_last_one_is_in_memory_once(tmp_path: Path) -> None:
     settings = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
     small = written(tmp_path / "small.parquet", "text", ["a"], **settings)

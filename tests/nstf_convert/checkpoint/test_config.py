@@ -283,7 +283,7 @@ def test_settings_keep_added_tokens_and_lose_what_leads_to_files() -> None:
     token = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
     words = {"x_path": 1, "vocab": "a", "y_dir": "b"}
     kept = {"bos_token": token, "extra": [token], "words": words, "vocab_file": None, "init_inputs": []}
-    lost = {"merges_file": "x", "spiece_path": "x", "init_inputs": ["x"], "vocab": "x", "__init__": 1}
+    lost = {"merges_file": "x", "font": "x.ttf", "init_inputs": ["x"], "vocab": "x", "__init__": 1}
     assert strip_code({**kept, **lost}) == {k: v for k, v in kept.items() if k != "init_inputs"}
     assert strip_code(kept) == kept
     assert strip_code({"mecab_kwargs": words, "x": [{"vocab_file": "x", "auto_map": 1, "a": words}]}) == {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from nstf.errors import CorruptError, UnsupportedError, UsageError
-from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint import open_checkpoint, side_files
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
@@ -176,6 +176,36 @@ def test_every_template_of_a_tokenizer_is_kept(make_folder: Callable[..., Path])
     with (
         open_checkpoint(folder) as checkpoint,
         pytest.raises(CorruptError, match="leaves the checkpoint's folder"),
+    ):
+        checkpoint.files()
+
+
+def test_files_beside_the_weights_have_a_limit_together(
+    make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links inside the folder may give one file many names: 120 of 33 MB took 11 GB."""
+    folder = make_folder("LlamaForCausalLM")
+    (folder / "vocab.txt").write_text("a" * 3000)
+    (folder / "merges.txt").symlink_to("vocab.txt")
+    with open_checkpoint(folder) as checkpoint:
+        assert len(checkpoint.files()["merges.txt"]) == 3000
+    monkeypatch.setattr(side_files, "MOST_BYTES", 5999)
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(CorruptError, match="more than 5999 bytes together"),
+    ):
+        checkpoint.files()
+    monkeypatch.undo()
+    (folder / side_files.TEMPLATES).mkdir()
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / side_files.TEMPLATES / "a.jinja").write_text("x" * 1000)
+    (folder / side_files.TEMPLATES / "b.jinja").symlink_to("a.jinja")
+    with open_checkpoint(folder) as checkpoint:
+        assert b'"b"' in checkpoint.files()["tokenizer_config.json"]
+    monkeypatch.setattr(side_files, "MAX_SETTINGS_BYTES", 1999)
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(CorruptError, match="its templates have more than 1999 bytes together"),
     ):
         checkpoint.files()
 

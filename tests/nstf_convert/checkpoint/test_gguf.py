@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from transformers.integrations.ggml import _gguf_parse_value
 
 from nstf.errors import CorruptError, UnsupportedError
-from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint import gguf_tokenizer, open_checkpoint
 from nstf_convert.checkpoint.gguf_arch import Metadata, llama3_rope
 from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
@@ -548,4 +548,22 @@ def test_words_of_a_tokenizer_have_limits(tmp_path: Path, tokens: list[str], sai
     keys = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": tokens}
     path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
     with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
+        checkpoint.files()
+
+
+def test_merges_that_are_made_of_all_divisions_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is written down as a text: 0.7 MB of tokens that begin each other took 4 GB."""
+    model = tiny("LlamaForCausalLM")
+    tokens = ["<unk>", "<s>", "</s>", *("a" * i for i in range(1, 90))]
+    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens} | {
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * 89,
+    }
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
+    with open_checkpoint(path) as checkpoint:
+        assert "tokenizer.json" in checkpoint.files()
+    monkeypatch.setattr(gguf_tokenizer, "MOST_LETTERS_MERGED", sum(len(t) ** 2 for t in tokens) - 1)
+    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match="tokens whose divisions"):
         checkpoint.files()
