@@ -171,8 +171,8 @@ def _allowed(value: Any, text: bool, known: frozenset[str], depth: int) -> bool:
 
 
 def _check_number(key: str, value: Any, where: str) -> None:
-    if key == "num_labels" and isinstance(value, int) and not 0 <= value <= MAX_LABELS:
-        raise CorruptError(f"{where}: num_labels is {value}; at most {MAX_LABELS} are accepted")
+    if key in ("num_labels", "num_classes") and isinstance(value, int) and not 0 <= value <= MAX_LABELS:
+        raise CorruptError(f"{where}: {key} is {value}; at most {MAX_LABELS} are accepted")
 
 
 def no_token(key: str, value: Any) -> Any:

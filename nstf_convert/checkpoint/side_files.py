@@ -12,7 +12,8 @@ from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names_in, read_small
 
-MAX_BYTES, MOST_BYTES = 256 << 20, 512 << 20  # of one, of all together
+MAX_BYTES = 256 << 20
+MOST_BYTES = 512 << 20  # of all together
 # Of settings: 180 bytes for each of 150,000 added tokens.
 MAX_SETTINGS_BYTES = 32 << 20
 log = logging.getLogger(__name__)

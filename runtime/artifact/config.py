@@ -217,7 +217,7 @@ def _most(path: str, limits: Limits) -> float:
     words = _words(path)
     if words & {"layers", "layer"} and not words & {"id", "ids", "dim", "size", "theta", "rate"}:
         return max(LEAST_COUNT, limits.tensors)
-    if "labels" in words:
+    if words & {"labels", "classes"}:  # TimmWrapper makes labels of its classes
         return min(MAX_LABELS, max(LEAST_COUNT, limits.dimension))
     # Points of training are drawn from a mask (Mask2Former).
     if words & _COUNTS and not words & {"channels", "dim", "size", "theta", "rate", "train"}:

@@ -58,8 +58,8 @@ def test_the_config_that_is_changed_here_is_good(made: Callable[..., Path]) -> N
 
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize(
-    "key", ["num_hidden_layers", "num_labels", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-            "head_dim", "num_key_value_heads"],
+    "key", ["num_hidden_layers", "num_labels", "num_classes", "vocab_size", "hidden_size", "intermediate_size",
+            "num_attention_heads", "head_dim", "num_key_value_heads"],
 )  # fmt: skip
 def test_a_number_that_the_tensors_do_not_bear_out_is_refused(
     made: Callable[..., Path], key: str, value: int
@@ -70,7 +70,7 @@ def test_a_number_that_the_tensors_do_not_bear_out_is_refused(
         match=f"config.json says .?{key}.? is .*(, and its tensors allow [0-9]+ at most|-[0-9]+; fetch)",
     ):
         load(path)
-    if key != "num_labels":
+    if key not in ("num_labels", "num_classes"):
         refused(path)
 
 

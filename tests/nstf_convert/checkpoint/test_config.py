@@ -225,6 +225,7 @@ def test_a_config_nested_too_deeply_is_refused() -> None:
         {"num_hidden_layers": 1 << 40},
         {"num_hidden_layers": 100_000},
         {"num_labels": 1 << 40},
+        {"num_classes": 1 << 30},
         {"hidden_size": -1},
         {"hidden_size": "many"},
         {"num_attention_heads": 0},
