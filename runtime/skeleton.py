@@ -28,9 +28,9 @@ from nstf.runtime.small_buffers import small_buffers
 # artifact is input from a stranger even though `nstf convert` filters what it writes (CVE-2026-4372, -5241). And
 # `return_dict`, which changes what every call gives back.
 _IGNORED_KEYS = frozenset(
-    "attn_implementation auto_map base_model_name_or_path cache_dir code_revision compression_config "
+    "attn_implementation auto_map base_model_name_or_path cache_dir checkpoint_path code_revision compression_config "
     "configuration_files custom_generate custom_pipelines experts_implementation gguf_file kernel_config name_or_path "
-    "pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
+    "pretrained pretrained_model_name_or_path quantization_config return_dict revision rng_state tokenizer_file "
     "transformers_weights trust_remote_code use_kernels use_pretrained_backbone use_timm_backbone".split()
 )
 # Whether OPT has a last norm, its only word for that: a private field like others, but true or false leads nowhere.

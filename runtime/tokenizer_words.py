@@ -24,6 +24,8 @@ MOST_WORD = 4096
 MOST_LINES = 1 << 20
 # Letters of all tokens together that settings add: each takes 232 bytes in tokenizers of Python.
 MOST_LETTERS_ADDED = 1 << 20
+# Letters of added tokens times rules of a normalizer, each of which the library applies to every such token at loading.
+MOST_CHANGED = 1 << 26
 # The highest number of such a token, below which some tokenizers fill every place; and tokens that are made for a number (of
 # T5, ByT5 and Pegasus).
 MOST_NUMBER = 1 << 19
@@ -116,6 +118,17 @@ def check_known(stated: Mapping[str, Any], where: object) -> None:
     texts = [t.get("content") for t in added if isinstance(t, dict)] if isinstance(added, list) else []
     letters = sum(len(text) for text in texts if isinstance(text, str))
     _refuse_above(MOST_LETTERS_ADDED, letters, "letters of tokens that its tokenizer.json adds", where)
+    changed = letters * _rules(stated.get("normalizer"))
+    _refuse_above(
+        MOST_CHANGED, changed, "letters of added tokens that the rules of its tokenizer.json change", where
+    )
+
+
+def _rules(normalizer: Any) -> int:
+    """How many rules a normalizer has, those inside of others too."""
+    if isinstance(normalizer, list):
+        return sum(map(_rules, normalizer))
+    return 1 + _rules(list(normalizer.values())) if isinstance(normalizer, dict) else 0
 
 
 def _lists(value: Any) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path}: its tokenizer.ggml.tokens is no list of texts, so it has no tokenizer"
         )
+    for key in ("scores", "token_type"):
+        beside = header.metadata.get(f"tokenizer.ggml.{key}", tokens)
+        if not isinstance(beside, list | array) or len(beside) != len(tokens):
+            raise UnsupportedError(
+                f"{path}: its tokenizer.ggml.{key} is no list of one for each of {len(tokens)} tokens: its tokenizer is "
+                "damaged"
+            )
     if any(len(token) > MOST_LETTERS for token in tokens):
         raise UnsupportedError(
             f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"

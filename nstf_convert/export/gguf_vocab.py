@@ -112,7 +112,7 @@ def _write_tokens(
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [5] * vocab_size  # unused
     for token, i in data["model"]["vocab"].items():
-        if i >= vocab_size:
+        if not 0 <= i < vocab_size:
             raise UnsupportedError(
                 f"target 'gguf': token {token[:40]!r} has id {i}, the table {vocab_size} rows"
             )
@@ -120,7 +120,7 @@ def _write_tokens(
         is_byte = by_merge is not None and len(token) == 6 and token.startswith("<0x") and token[-1] == ">"
         types[i] = BYTE if is_byte else NORMAL
     for entry in data.get("added_tokens", []):
-        if entry["id"] >= vocab_size:
+        if not 0 <= entry["id"] < vocab_size:
             continue  # no row of the table: the model cannot read it
         tokens[entry["id"]] = entry["content"]
         types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED

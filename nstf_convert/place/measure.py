@@ -67,7 +67,13 @@ def run_workers(ranks: int, device: str, threads: int) -> dict[str, Any]:
             logs.append((Path(folder) / f"{rank}.log").open("w+", encoding="utf-8"))
             command = [sys.executable, "-m", "nstf_convert.place.worker", json.dumps(task | {"rank": rank})]
             running.append(
-                subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment)
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=logs[-1],
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                )
             )
         try:
             bad = first_failure(running, TIMEOUT_S)

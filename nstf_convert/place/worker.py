@@ -7,12 +7,14 @@ others says nothing of the machine.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -287,5 +289,12 @@ def memory(kind: str, ranks: int) -> float:
     return float(free_host_bytes()) / ranks
 
 
+def _end_with_parent() -> None:
+    """A parent that is killed ends nobody itself. It holds the other end of this process's input, and writes nothing."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    Thread(target=_end_with_parent, daemon=True).start()
     main(json.loads(sys.argv[1]))

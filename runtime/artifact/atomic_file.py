@@ -188,7 +188,7 @@ def disk_errors(path: Path, size_bytes: int | None = None) -> Iterator[None]:
         if no_place(error):
             raise UsageError(f"{path}: nothing can lie there ({error.strerror}); check the path") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            needs = "" if size_bytes is None else f", the file needs {size_bytes} bytes"
+            needs = "" if not size_bytes else f", the file needs {size_bytes} bytes"
             hint = f"the disk is full{needs}; free space or use another disk"
         else:
             hint = f"cannot be written ({error.strerror or error}); check permissions and disk"

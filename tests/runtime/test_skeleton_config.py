@@ -28,6 +28,9 @@ HOSTILE = [
     {"quantization_config": {"quant_method": "evil", "modules_to_not_convert": None}},
     {"name_or_path": "evil/repo", "_name_or_path": "evil/repo", "_commit_hash": "0"},
     {"hidden_act": "evil/act"},
+    {
+        "model_args": {"checkpoint_path": "evil.pth", "pretrained": "evil"}
+    },  # of timm, which reads a pickle there
 ]
 
 

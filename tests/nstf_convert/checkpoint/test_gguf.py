@@ -567,3 +567,18 @@ def test_merges_that_are_made_of_all_divisions_have_a_limit(
     monkeypatch.setattr(gguf_tokenizer, "MOST_LETTERS_MERGED", sum(len(t) ** 2 for t in tokens) - 1)
     with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match="tokens whose divisions"):
         checkpoint.files()
+
+
+@pytest.mark.parametrize("key", ["scores", "token_type"])
+def test_numbers_beside_tokens_are_as_many(tmp_path: Path, key: str) -> None:
+    """Tokens without a score were divided otherwise, without a word."""
+    model = tiny("LlamaForCausalLM")
+    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
+    beside = {"scores": [-float(i) for i in range(6)], "token_type": [2, 3, 3, 1, 1, 1]}
+    beside[key] = beside[key][:5]
+    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    keys |= {f"tokenizer.ggml.{name}": values for name, values in beside.items()}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
+    said = f"{key} is no list of one for each of 6 tokens"
+    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
+        checkpoint.files()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nstf.errors import UnsupportedError
 from nstf_convert.cli import run
 from nstf_convert.export import gguf_vocab
 from nstf_convert.export.gguf_vocab import splitting
@@ -101,3 +102,11 @@ def test_a_vocabulary_that_transformers_cannot_read_is_refused(
     assert run(["export", str(tmp_path / "a.nstf"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")]) == 6
     assert "cannot build a tokenizer of tokenizer.model" in capsys.readouterr().err
     assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_a_token_without_a_row_of_the_table_is_refused(number: int) -> None:
+    """Counted from the end, a negative number took another token's place."""
+    data = {"model": {"vocab": {"a": 0, "b": number}}}
+    with pytest.raises(UnsupportedError, match=f"token 'b' has id {number}, the table 3 rows"):
+        gguf_vocab._write_tokens(None, data, 3, None)

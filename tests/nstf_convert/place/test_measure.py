@@ -1,7 +1,9 @@
 """`--measure` on a CPU with two processes, what is made of its figures, and messages that arrive wrong."""
 
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,30 @@ def test_the_others_end_with_the_first_that_fails() -> None:
 
 
 @pytest.mark.skipif(not available(), reason="the compiled kernels are not here")
+def test_processes_end_with_the_one_that_is_killed() -> None:
+    """They went on measuring, and a minute of that was nobody's."""
+    program = "from nstf_convert.place import measure; measure.run_workers(2, 'cpu', 1)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL) as parent:
+        children: list[int] = []
+        while len(children) < 2 and parent.poll() is None:
+            text = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text()
+            children = [int(word) for word in text.split()]
+        parent.kill()
+    assert len(children) == 2
+    end = time.monotonic() + 30
+    while any(_lives(child) for child in children) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(_lives, children))
+
+
+def _lives(process: int) -> bool:
+    """Whether it is there, and not only its name."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_products_on_this_machine_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows in turn with the others of the model, many as the planner times them."""
     from nstf_convert.place import in_turn
