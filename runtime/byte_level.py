@@ -14,6 +14,7 @@ from itertools import pairwise
 from nstf.runtime.artifact.config import MAX_BYTES
 from nstf.runtime.imports import uncollected
 from nstf.runtime.tokenizer_growth import MOST, longest_token
+from nstf.runtime.tokenizer_words import holds_too_many_values
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def suits(text: str) -> bool:
 
 def read(content: bytes) -> ByteLevel | None:
     """The tokenizer of a tokenizer.json, or None where the library has to: it says what is wrong with a broken one."""
-    if len(content) > MAX_BYTES:
+    if len(content) > MAX_BYTES or holds_too_many_values(content):
         return None
     try:
         with uncollected():

@@ -37,9 +37,11 @@ def _asking_nothing(config: dict[str, Any]) -> dict[str, Any]:
     if _without_backbones(kept) == kept:
         return kept
     try:
-        return _without_backbones(harmless(complete_config(config)))
+        kept = harmless(complete_config(config))
     except NstfError:
-        return _without_backbones(kept)
+        pass  # a model that transformers does not make: its config goes without the name
+    without: dict[str, Any] = _without_backbones(kept)
+    return without
 
 
 def _without_backbones(value: Any) -> Any:

@@ -48,9 +48,13 @@ _TOKENS = ("_token", "_tokens")
 
 def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
     """Raises CorruptError for a tokenizer's JSON file of so many values that they take far more memory than it does."""
-    values = marks(content)
-    if values > MOST_VALUES:
-        raise corrupt(where, f"its {name} holds {values} values, and {MOST_VALUES} at most are read")
+    if holds_too_many_values(content):
+        raise corrupt(where, f"its {name} holds {marks(content)} values, and {MOST_VALUES} at most are read")
+
+
+def holds_too_many_values(content: bytes) -> bool:
+    """Whether a tokenizer's JSON file holds more values than MOST_VALUES."""
+    return len(content) > MOST_VALUES and marks(content) > MOST_VALUES
 
 
 def check_objects(content: bytes, name: str, where: object) -> None:

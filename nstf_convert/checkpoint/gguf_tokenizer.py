@@ -74,7 +74,11 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path} has tokens of {letters} letters, more than {MOST_LETTERS_KNOWN}: its tokenizer is damaged"
         )
-    merged = "tokenizer.ggml.merges" in header.metadata
+    merged, scored = (f"tokenizer.ggml.{key}" in header.metadata for key in ("merges", "scores"))
+    if not merged and not scored and header.metadata.get("tokenizer.ggml.model") in ("gpt2", "llama"):
+        raise UnsupportedError(
+            f"{path}: its tokenizer has neither merges nor scores, which say how words are divided"
+        )
     if not merged and (letters := sum(len(token) ** 2 for token in tokens)) > MOST_LETTERS_MERGED:
         raise UnsupportedError(
             f"{path} has tokens whose divisions have {letters} letters, more than {MOST_LETTERS_MERGED}: its tokenizer is "

@@ -9,6 +9,8 @@ import numpy as np
 from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.handed_on import files_for_others
+from nstf.runtime.tokenizer_growth import check_growth
 from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.export import gguf_blocks as blocks
 from nstf_convert.export import gguf_names as names
@@ -55,8 +57,10 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     with as_stated(artifact, "gguf"):
         factors = names.write_metadata(writer, name, config)
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as side:
-        for file in artifact.handed_on():
-            (Path(side) / file).write_bytes(artifact.file(file))
+        for file, content in files_for_others(artifact):
+            if file == "tokenizer.json":
+                check_growth(content, artifact.where)
+            (Path(side) / file).write_bytes(content)
         with as_stated(artifact, "gguf"):
             gguf_vocab.write_vocabulary(writer, Path(side), int(config["vocab_size"]))
     types = {item.name: item.there for item in plan.items}

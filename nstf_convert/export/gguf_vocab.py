@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nstf.errors import UnsupportedError
+from nstf.errors import CorruptError, UnsupportedError
 from nstf.runtime.artifact.side_names import CONTENT
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -56,9 +56,9 @@ def write_vocabulary(writer: Any, folder: Path, vocab_size: int) -> None:
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """What tokenizer.json says, or would say, and the tokenizer's settings. None without a vocabulary."""
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(settings.read_bytes()) if settings.exists() else {}
+    config = _object(settings) if settings.exists() else {}
     if file.exists():
-        return json.loads(file.read_bytes()), config
+        return _object(file), config
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
     words = [name for name in CONTENT if name in files and not name.startswith("chat_template")]
     if not words:
@@ -80,6 +80,18 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         kind: getattr(made, kind, None) for kind in ("bos_token", "eos_token", "unk_token", "pad_token")
     }
     return json.loads(fast.to_str()), config | {kind: str(t) for kind, t in tokens.items() if t is not None}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            f"{file.name} is not JSON that can be read ({str(error)[:100]}); convert it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise CorruptError(f"{file.name} is no object; convert it again")
+    return found
 
 
 def splitting(pre_tokenizer: dict[str, Any] | None) -> str:

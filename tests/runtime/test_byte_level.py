@@ -207,6 +207,8 @@ def test_tokenizers_that_are_left_to_the_library() -> None:
         assert byte_level.read(changed(stated, path, value)) is None, path
     for content in (b"", b"{]", b"[]", b"\xff", b'"' * 9, b"[" * 100_000, b"{" + b'"a":{' * 50_000):
         assert byte_level.read(content) is None, content[:10]
+    unused = b'{"x": [' + b"[]," * (1 << 22) + b"[]],"  # values take far more memory than their text
+    assert byte_level.read(unused + json.dumps(stated).encode()[1:]) is None
 
 
 def test_bytes_that_the_vocabulary_lacks_are_left_to_the_library() -> None:

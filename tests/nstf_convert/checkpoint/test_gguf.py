@@ -582,3 +582,14 @@ def test_numbers_beside_tokens_are_as_many(tmp_path: Path, key: str) -> None:
     said = f"{key} is no list of one for each of 6 tokens"
     with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
         checkpoint.files()
+
+
+def test_a_tokenizer_of_words_alone_is_refused_in_words(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
+    with (
+        open_checkpoint(path) as checkpoint,
+        pytest.raises(UnsupportedError, match="neither merges nor scores"),
+    ):
+        checkpoint.files()

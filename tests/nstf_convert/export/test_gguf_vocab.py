@@ -110,3 +110,28 @@ def test_a_token_without_a_row_of_the_table_is_refused(number: int) -> None:
     data = {"model": {"vocab": {"a": 0, "b": number}}}
     with pytest.raises(UnsupportedError, match=f"token 'b' has id {number}, the table 3 rows"):
         gguf_vocab._write_tokens(None, data, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", b'{"x": [' + b"[]," * (1 << 22) + b"[]]}", "values, and 4194304 at most are read"),
+        ("tokenizer_config.json", b'{"x": [' + b"[]," * (1 << 21) + b"[]]}", "too many for its length"),
+        ("tokenizer.json", b"{", "not JSON that can be read"),
+        ("tokenizer.json", b"[]", "is no object"),
+        ("tokenizer_config.json", b"{", "not JSON that can be read"),
+    ],
+)
+def test_tokenizers_are_read_within_the_limits_of_loading(
+    tiny: ModuleType, tmp_path: Path, capsys: Any, name: str, content: bytes, said: str
+) -> None:
+    """A tokenizer.json of unused values, in an artifact of 734 KB, took 9.8 GB and became a GGUF file."""
+    from nstf.runtime.artifact import open_artifact, write_artifact
+
+    model = tiny.new_model("LlamaForCausalLM", intermediate_size=64)
+    with open_artifact(tiny.write(tmp_path, model)) as opened:
+        files = {"config.json": opened.file("config.json"), "tokenizer_config.json": b"{}", name: content}
+        write_artifact(tmp_path / "a.nstf", {n: opened.encoded(n) for n in opened.names()}, files)
+    assert run(["export", str(tmp_path / "a.nstf"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")]) == 5
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "a.gguf").exists()
