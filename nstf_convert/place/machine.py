@@ -179,6 +179,7 @@ def is_machine(path: Path) -> bool:
     """Whether a file is a machine's, of this version or another, or empty. Raises UsageError where it cannot be read."""
     raw = read_given(path, MOST_BYTES, "the machine file")
     try:
+        check_values(raw, "it")
         found = json.loads(raw.decode("utf-8-sig")) if raw else {"nstf_machine": VERSION}
     except (ValueError, RecursionError):
         return False
