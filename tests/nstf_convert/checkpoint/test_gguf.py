@@ -1,6 +1,5 @@
 """GGUF files give back the model they were written from."""
 
-import json
 import threading
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoTokenizer
 from transformers.integrations.ggml import _gguf_parse_value
 
 from nstf.errors import CorruptError, UnsupportedError
-from nstf_convert.checkpoint import gguf_tokenizer, open_checkpoint
+from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.checkpoint.gguf_arch import Metadata, llama3_rope
 from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
@@ -195,72 +193,6 @@ def test_a_big_table_is_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytes
     assert sizes == [64] * 15 + [40]
 
 
-def with_tokenizer(path: Path) -> Path:
-    """A small Llama's file with its tokenizer inside."""
-    model = tiny("LlamaForCausalLM")
-    return write(path, "llama", ggml_tensors(model, "llama"), metadata_of(model), tokenizer=True)
-
-
-def test_the_tokenizer_is_rebuilt_with_its_template(tmp_path: Path) -> None:
-    path = with_tokenizer(tmp_path / "m.gguf")
-    with open_checkpoint(path) as checkpoint:
-        files = checkpoint.files()
-        assert checkpoint.config is not None
-        assert (checkpoint.config["bos_token_id"], checkpoint.config["eos_token_id"]) == (1, 2)
-    folder = tmp_path / "out"
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    original = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    rebuilt = AutoTokenizer.from_pretrained(folder)
-    for text in ("hello world", "def f(x):\n    return x + 1\n", "</s> hello"):
-        assert rebuilt.encode(text) == original.encode(text)
-    assert rebuilt.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    assert json.loads(files["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
-
-
-@pytest.mark.parametrize(
-    ("pre", "stated", "begins"),
-    [("smollm", None, False), ("llama-bpe", None, True), ("tekken", None, True), ("llama-bpe", False, False)],
-)
-def test_a_text_begins_as_llama_cpp_begins_it(
-    tmp_path: Path, pre: str, stated: bool | None, begins: bool
-) -> None:
-    """Files of Llama 3 from its first months do not say that they begin with a token: llama.cpp knows it by their rules."""
-    model = tiny("LlamaForCausalLM")
-    keys = {} if stated is None else {"tokenizer.ggml.add_bos_token": stated}
-    path = write(
-        tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys, None, True, pre
-    )
-    (tmp_path / "out").mkdir()
-    with open_checkpoint(path) as checkpoint:
-        for name, data in checkpoint.files().items():
-            (tmp_path / "out" / name).write_bytes(data)
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")("hello")["input_ids"]
-    assert (tokens[0] == 1) is begins and len(tokens) == 1 + begins
-
-
-def test_text_is_split_as_the_file_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Every rule that transformers does not know was GPT-2's without a word: \"12\" came as one piece."""
-    from nstf.runtime.tokenizer_files import tokenizer_from_files
-
-    model = tiny("LlamaForCausalLM")
-    for pre, pieces in (("smollm", ["a", "Ġ", "1", "2"]), ("deepseek-llm", ["a", "Ġ12"])):
-        path = write(
-            tmp_path / f"{pre}.gguf",
-            "llama",
-            ggml_tensors(model, "llama"),
-            metadata_of(model),
-            None,
-            True,
-            pre,
-        )
-        with open_checkpoint(path) as checkpoint:
-            split = tokenizer_from_files(checkpoint.files(), "here").backend_tokenizer.pre_tokenizer
-        assert [piece for piece, _ in split.pre_tokenize_str("a 12")] == pieces
-        assert ("by the rule deepseek-llm, which is not known" in caplog.text) is (pre == "deepseek-llm")
-
-
 def test_transformers_reads_the_same_of_a_checked_header_as_of_the_file(tmp_path: Path) -> None:
     keys = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "\u0120b", "<s>"],
@@ -330,44 +262,6 @@ def test_a_header_for_one_thread_is_no_other_threads(tmp_path: Path) -> None:
             assert number(gguf.GGUFReader(second)) == 1 and not entered.wait(0.2)
         assert waiting.result(30) == 2
     assert gguf.GGUFReader is own
-
-
-def test_files_do_not_depend_on_the_folder(tmp_path: Path) -> None:
-    found = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        with open_checkpoint(with_tokenizer(tmp_path / name / "m.gguf")) as checkpoint:
-            found.append((checkpoint.files(), checkpoint.fingerprint()))
-    assert found[0] == found[1]
-
-
-def test_tokenizer_files_beside_a_gguf_are_not_read(tmp_path: Path) -> None:
-    """Another model's took the place of the GGUF's own, in silence, and settings with code were seen by transformers."""
-    path = with_tokenizer(tmp_path / "m.gguf")
-    with open_checkpoint(path) as checkpoint:
-        own = checkpoint.files()
-    other = json.loads(own["tokenizer.json"])
-    other["model"]["vocab"] = {
-        token: len(other["model"]["vocab"]) - 1 - n for token, n in other["model"]["vocab"].items()
-    }
-    settings = {"auto_map": {"AutoTokenizer": ["x.Foo", None]}, "tokenizer_class": "BertTokenizer"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "bert"}))
-    (tmp_path / "link.gguf").symlink_to(path)
-    for name in ("m.gguf", "link.gguf"):
-        with open_checkpoint(tmp_path / name) as checkpoint:
-            assert checkpoint.files() == own
-
-
-def test_a_tokenizer_nobody_knows_is_unsupported(tmp_path: Path) -> None:
-    model = tiny("LlamaForCausalLM")
-    keys = {"tokenizer.ggml.model": "never_heard_of", "tokenizer.ggml.tokens": ["a", "b"]}
-    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), {**metadata_of(model), **keys})
-    with open_checkpoint(path) as checkpoint:
-        checkpoint.get("model.norm.weight")
-        with pytest.raises(UnsupportedError, match="tokenizer cannot be rebuilt"):
-            checkpoint.files()
 
 
 def test_an_unknown_architecture_keeps_the_names_of_the_file(tmp_path: Path) -> None:
@@ -521,75 +415,3 @@ def test_without_the_gguf_package_the_message_says_so(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(NstfError, match=r"needs the package gguf; run `pip install gguf`"):
         open_checkpoint(path)
-
-
-@pytest.mark.parametrize("tokens", [7, 1.5, True, "abc", [1, 2], [0.5]])
-def test_a_list_of_tokens_that_is_none_is_unsupported(tmp_path: Path, tokens: Any) -> None:
-    model = tiny("LlamaForCausalLM")
-    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
-    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
-    with (
-        open_checkpoint(path) as checkpoint,
-        pytest.raises(UnsupportedError, match=r"tokens is no list of texts"),
-    ):
-        checkpoint.files()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "said"),
-    [
-        (["a" * 5000], "a token of more than 4096 letters"),
-        ([f"{i:04d}" * 1000 for i in range(1100)], "tokens of 4400000"),
-    ],
-)
-def test_words_of_a_tokenizer_have_limits(tmp_path: Path, tokens: list[str], said: str) -> None:
-    """What looks for the likeliest division took 7.4 GB for 23 MB of them."""
-    model = tiny("LlamaForCausalLM")
-    keys = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": tokens}
-    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
-    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
-        checkpoint.files()
-
-
-def test_merges_that_are_made_of_all_divisions_have_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is written down as a text: 0.7 MB of tokens that begin each other took 4 GB."""
-    model = tiny("LlamaForCausalLM")
-    tokens = ["<unk>", "<s>", "</s>", *("a" * i for i in range(1, 90))]
-    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens} | {
-        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
-        "tokenizer.ggml.token_type": [2, 3, 3] + [1] * 89,
-    }
-    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
-    with open_checkpoint(path) as checkpoint:
-        assert "tokenizer.json" in checkpoint.files()
-    monkeypatch.setattr(gguf_tokenizer, "MOST_LETTERS_MERGED", sum(len(t) ** 2 for t in tokens) - 1)
-    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match="tokens whose divisions"):
-        checkpoint.files()
-
-
-@pytest.mark.parametrize("key", ["scores", "token_type"])
-def test_numbers_beside_tokens_are_as_many(tmp_path: Path, key: str) -> None:
-    """Tokens without a score were divided otherwise, without a word."""
-    model = tiny("LlamaForCausalLM")
-    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
-    beside = {"scores": [-float(i) for i in range(6)], "token_type": [2, 3, 3, 1, 1, 1]}
-    beside[key] = beside[key][:5]
-    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
-    keys |= {f"tokenizer.ggml.{name}": values for name, values in beside.items()}
-    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
-    said = f"{key} is no list of one for each of 6 tokens"
-    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
-        checkpoint.files()
-
-
-def test_a_tokenizer_of_words_alone_is_refused_in_words(tmp_path: Path) -> None:
-    model = tiny("LlamaForCausalLM")
-    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
-    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
-    with (
-        open_checkpoint(path) as checkpoint,
-        pytest.raises(UnsupportedError, match="neither merges nor scores"),
-    ):
-        checkpoint.files()
