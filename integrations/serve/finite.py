@@ -111,39 +111,69 @@ def _kind_inside(kind: int, key: str) -> int:
     return _RULES_BY_NAME if key in NAMES else _RULE
 
 
-def patterns_of(schema: Any) -> tuple[int, int]:
-    """(the names of properties that a schema gives by regular expressions, all its regular expressions, formats too, where
-    parts are joined so that one text may have to follow several, else 0)."""
-    named, count, joins, waiting = 0, 0, False, [(schema, _RULE)]
+def stray_reference(schema: Any) -> str | None:
+    """A `$ref` that may lead to what is counted here as no rule: into a value, to all names together, or elsewhere than down
+    from a rule (another document, an `$id`, an `$anchor`). None where there is none.
+
+    By its path alone: what a part is follows from the keys that lead to it, from whichever rule a library begins.
+    """
+    for part in _rules(schema):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not _leads_to_a_rule(reference):
+            return reference
+    return None
+
+
+def _rules(schema: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a schema that have keywords."""
+    waiting = [(schema, _RULE)]
     while waiting:
         part, kind = waiting.pop()
         if isinstance(part, list):
-            waiting += [(value, kind) for value in part if isinstance(value, dict | list)]
+            # Names stand in objects; what a list has in their place is counted as rules.
+            inside = _RULE if kind == _RULES_BY_NAME else kind
+            waiting += [(value, inside) for value in part if isinstance(value, dict | list)]
         elif isinstance(part, dict):
             if kind == _RULE:
-                others = _OTHERS & part.keys()
-                joins |= "allOf" in part or bool(others and (len(others) > 1 or _HOLDERS & part.keys()))
-                own = part.get("patternProperties")
-                named += len(own) if isinstance(own, dict) else 0
-                count += ("pattern" in part) + ("format" in part)
+                yield part
             waiting += [(v, _kind_inside(kind, k)) for k, v in part.items() if isinstance(v, dict | list)]
+
+
+def _leads_to_a_rule(reference: str) -> bool:
+    if reference == "#":
+        return True
+    if not reference.startswith("#/") or "%2f" in reference.lower():
+        return False
+    kind = _RULE
+    for name in unquote(reference[2:]).split("/"):
+        kind = _kind_inside(kind, name.replace("~1", "/").replace("~0", "~"))
+    return kind == _RULE
+
+
+def patterns_of(schema: Any) -> tuple[int, int]:
+    """(the names of properties that a schema gives by regular expressions, all its regular expressions, formats too, where
+    parts are joined so that one text may have to follow several, else 0)."""
+    named, count, joins = 0, 0, False
+    for part in _rules(schema):
+        others = _OTHERS & part.keys()
+        joins |= "allOf" in part or bool(others and (len(others) > 1 or _HOLDERS & part.keys()))
+        own = part.get("patternProperties")
+        named += len(own) if isinstance(own, dict) else 0
+        count += ("pattern" in part) + ("format" in part)
     return named, named + count if joins else 0
 
 
 def common_multiple(schema: Any, most: int) -> int:
     """The least common multiple of all `multipleOf` of a schema without decimal points; above `most`: of the first ones."""
-    found, waiting = 1, [(schema, _RULE)]
-    while waiting and found <= most:
-        part, kind = waiting.pop()
-        if isinstance(part, list):
-            waiting += [(value, kind) for value in part]
-        elif isinstance(part, dict):
-            waiting += [(value, _kind_inside(kind, key)) for key, value in part.items()]
-            step = part.get("multipleOf") if kind == _RULE else None
-            if isinstance(step, int) and not isinstance(step, bool):
-                found = math.lcm(found, step or 1)
-            elif isinstance(step, float) and math.isfinite(step):
-                found = math.lcm(found, _digits(step) or 1)
+    found = 1
+    for part in _rules(schema):
+        step = part.get("multipleOf")
+        if isinstance(step, int) and not isinstance(step, bool):
+            found = math.lcm(found, step or 1)
+        elif isinstance(step, float) and math.isfinite(step):
+            found = math.lcm(found, _digits(step) or 1)
+        if found > most:
+            break
     return found
 
 

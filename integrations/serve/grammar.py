@@ -16,6 +16,7 @@ from nstf.integrations.serve.finite import (
     common_multiple,
     parts_of,
     patterns_of,
+    stray_reference,
     text_bytes,
 )
 from nstf.runtime.memory_limit import has_room
@@ -159,6 +160,11 @@ class Grammars:
             raise wrong(
                 "response_format",
                 f"the JSON schema has {size} bytes of names, texts and numbers; at most {MOST_TEXT} are accepted",
+            )
+        if (reference := stray_reference(stated)) is not None:
+            raise wrong(
+                "response_format",
+                f"the JSON schema's $ref {reference[:80]!r} leads to no rule of this schema; write '#/$defs/NAME'",
             )
         named, joined = patterns_of(stated)
         if named > MOST_NAMED:

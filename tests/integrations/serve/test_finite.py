@@ -16,6 +16,7 @@ from nstf.integrations.serve.finite import (
     common_multiple,
     parts_of,
     patterns_of,
+    stray_reference,
     text_bytes,
 )
 
@@ -292,6 +293,53 @@ def test_steps_that_take_much_memory_are_refused_before_they_are_read(schema: An
     with pytest.raises(ApiError, match="multipleOf") as error:
         grammars.of({"type": "object", "properties": {"a": schema}})
     assert (error.value.status, error.value.param) == (400, "response_format")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"default": STEP, "$ref": "#/default"},
+        {"examples": [STEP], "$ref": "#/examples/0"},
+        {"enum": [STEP], "anyOf": [{"$ref": "#/enum/0"}]},
+        {"foo": {"const": STEP}, "properties": {"a": {"$ref": "#/foo/const"}}},
+        {"$defs": STEP, "$ref": "#/$defs"},
+        {"default": STEP, "$ref": "#/d%65fault"},
+        {"default": STEP, "$ref": "#%2Fdefault"},
+        {"$defs": {"a": {"$id": "z", "default": STEP, "$ref": "#/default"}}, "$ref": "#/$defs/a"},
+        {"$id": "http://x/y", "default": STEP, "$ref": "http://x/y#/default"},
+        {"default": STEP, "$ref": "json-schema:///#/default"},
+        {"default": {"$anchor": "x", **STEP}, "$ref": "#x"},
+    ],
+    ids=str,
+)
+def test_references_lead_to_rules_that_were_counted(schema: Any) -> None:
+    """llguidance follows one into a value: 945 bytes of patterns there took 2.2 GiB, 1.4 KB ended the server."""
+    pytest.importorskip("llguidance")
+    from nstf.integrations.serve.errors import ApiError
+    from nstf.integrations.serve.grammar import Grammars
+
+    grammars = Grammars("{}", 8, [1])
+    grammars._tokenizer = object()
+    with pytest.raises(ApiError, match=r"\$ref '.*' leads to no rule of this schema") as error:
+        grammars.of(schema)
+    assert (error.value.status, error.value.param) == (400, "response_format")
+
+
+def test_references_to_rules_are_none_that_stray() -> None:
+    rule = {"type": "integer"}
+    for schema in (
+        {"$defs": {"a b": rule}, "$ref": "#/$defs/a%20b"},
+        {
+            "definitions": {"default": {"properties": {"const": rule}}},
+            "$ref": "#/definitions/default/properties/const",
+        },
+        {"allOf": [rule, {"$ref": "#/allOf/0"}]},
+        {"properties": {"a~/b": {"$ref": "#/properties/a~0~1b"}, "x": {"$ref": "#"}}},
+        {"default": {"$ref": "#/default"}},  # a value, which is what it is
+    ):
+        assert stray_reference(schema) is None
+    # Rules in a list where names with rules should stand are counted.
+    assert common_multiple({"properties": [{"multipleOf": 99}], "$ref": "#/properties/0"}, 1000) == 99
 
 
 def test_a_lexer_has_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
