@@ -36,6 +36,10 @@ _ONES = {
 }  # fmt: skip
 # What may have grown by the time that it is used: lists and dictionaries, and tuples with one inside.
 _GROWS = object()
+# An OrderedDict, which may have grown too, and a tuple with one inside: a tensor is made with one, for its hooks.
+_ORDERED, _HOLDS_ORDERED = object(), object()
+# What copies all that it is given.
+_COPIES = {("collections", "OrderedDict"), ("torch", "Size")}
 _GROWING = {"EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT"}
 # The word `storage`, its type, its record, a device and its elements.
 _ID_PARTS = 5
@@ -156,8 +160,10 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
             held, (called, given) = pop(2)
             if not isinstance(called, tuple) or called not in CALLED or given is _GROWS:
                 raise UnsupportedError("a call that makes no tensor")
+            if called in _COPIES and given is _HOLDS_ORDERED:
+                raise UnsupportedError("a copy of a dictionary")
             use(held)
-            push(1)
+            push(1, _ORDERED if called == ("collections", "OrderedDict") else None)
         elif name == "BINPERSID":
             _check_storage(pop(1)[1][0], records)
             push(1)
@@ -174,6 +180,8 @@ def _tuple_of(values: list[Any]) -> Any:
     """What is known of a tuple: its values where it may be the id of a storage."""
     if any(value is _GROWS for value in values):
         return _GROWS
+    if any(value is _ORDERED or value is _HOLDS_ORDERED for value in values):
+        return _HOLDS_ORDERED
     return values if len(values) == _ID_PARTS else None
 
 
@@ -196,7 +204,7 @@ def _item_bytes(name: str) -> int:
     dtype = (
         torch.uint8 if name == "UntypedStorage" else getattr(kind, "_dtype", kind)
     )  # `dtype` warns of its class
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
         raise UnsupportedError(f"a storage of {name[:40]}")
     return dtype.itemsize
 

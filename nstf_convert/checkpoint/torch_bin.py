@@ -90,11 +90,13 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
-    if isinstance(data, dict) and isinstance(data.get("state_dict"), dict):
-        data = data["state_dict"]
+    # By dict's own methods: a pickle may give an OrderedDict attributes that are called like them.
+    if isinstance(data, dict) and isinstance(inner := dict.get(data, "state_dict"), dict):
+        data = inner
     if not isinstance(data, dict) or not data:
         raise UnsupportedError(f"{path} does not hold a state dict; save the model's `state_dict()`")
-    for name, tensor in data.items():
+    found = dict(dict.items(data))
+    for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or not _is_plain(tensor):
             raise UnsupportedError(
                 f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`"
@@ -103,7 +105,7 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
             raise UnsupportedError(
                 f"{path}: {name[:80]!r} has the type {dtype}, which is not supported; save it as another, or leave it out"
             )
-    return dict(data)
+    return found
 
 
 def _check_repeats(tensors: dict[str, tuple[Tensor, Path]]) -> None:

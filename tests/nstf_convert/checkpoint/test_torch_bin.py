@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError
-from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint import open_checkpoint, torch_bin
 
 Make = Callable[..., Path]
 
@@ -247,7 +248,13 @@ def pickled(*instructions: bytes) -> bytes:
 KEY, BILLION = b"X\x01\x00\x00\x00a", b"\x8a\x05" + (10**9).to_bytes(5, "little")
 # A tuple of 2^14 others, in a hundred bytes.
 NESTED = b")q\x00" + b"h\x00h\x00\x86q\x00" * 13
+ORDERED = b"ccollections\nOrderedDict\n"
 HOSTILE = {
+    "a dictionary that is copied": pickled(KEY, b"(", ORDERED, b")Rq\x01", ORDERED, b"h\x01\x85Rl"),
+    "a size of a dictionary": pickled(KEY, b"(", ORDERED, b")Rq\x01", b"ctorch\nSize\nh\x01\x85Rl"),
+    "a storage of codes": pickled(
+        KEY, b"(X\x07\x00\x00\x00storagectorch\nQUInt8Storage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x00tQ"
+    ),
     "a storage that is called": pickled(KEY, b"ctorch.storage\nUntypedStorage\n", BILLION, b"\x85R"),
     "a size of a list that may grow": pickled(KEY, b"ctorch\nSize\n](K\x01K\x02e\x85R"),
     "many sizes of one tuple": pickled(KEY, b"(", NESTED, b"ctorch\nSize\nh\x00\x85R" * 20, b"l"),
@@ -285,6 +292,17 @@ def test_a_pickle_that_makes_more_than_a_state_dict_is_not_run(tmp_path: Path, n
         archive.writestr("archive/byteorder", "little")
     with pytest.raises(UnsupportedError, match="besides dense tensors"):
         open_checkpoint(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize("method", ["get", "items", "keys", "__iter__"])
+def test_a_dictionary_that_hides_its_methods_is_looked_through(tmp_path: Path, method: str) -> None:
+    """An attribute called `items` kept its values from being looked at: a quantised tensor among them ended the process."""
+    state = OrderedDict(a=torch.ones(2), b="no tensor")
+    vars(state)[method] = torch.Size  # as a pickle's instruction BUILD does
+    with pytest.raises(UnsupportedError, match="'b' is not a dense tensor"):
+        torch_bin._tensors(state, tmp_path)
+    dict.pop(state, "b")
+    assert torch_bin._tensors(state, tmp_path)["a"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 40])
