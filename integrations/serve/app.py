@@ -113,6 +113,9 @@ class App:
                 response = _refusal(error)
             except (Gone, ClientDisconnect):
                 response = Response(status_code=499)  # nobody reads it
+            except asyncio.CancelledError:
+                # The server ends, and has waited long enough for a thread that reads a schema or a text.
+                response = _refusal(ApiError(503, "the server is shutting down", code="shutting_down"))
             except Exception as error:
                 response = _refusal(_failed(error, path))
             self.service.metrics.add("requests_total", 1, f'path="{path}",status="{response.status_code}"')

@@ -26,6 +26,8 @@ from nstf.runtime.memory_limit import has_room
 
 _HOST_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 GRACE_SECONDS = 10
+# What requests may take beyond these that are no answers yet.
+BEGINNING_SECONDS = 5
 # Connections that the system keeps until they are taken.
 BACKLOG = 2048
 # What `accept` says where descriptors or memory end, and how often that is said.
@@ -192,7 +194,7 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS + 5,
+        timeout_graceful_shutdown=GRACE_SECONDS + BEGINNING_SECONDS,
         timeout_keep_alive=30,
         lifespan="on",
         backlog=BURST,

@@ -3,6 +3,7 @@
 import os
 import select
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_fault
+from nstf_convert import cli
 from nstf_convert.cli import options
 from nstf_convert.cli.inspect import ArtifactPath
 from nstf_convert.cli.output import clean
@@ -118,6 +120,18 @@ def serve(
         raise NstfError(f"{error} (--port, --host)") from error
     finally:
         service.close()
+    if cli.OWN_PROCESS:
+        _end_beside_threads()
+
+
+def _end_beside_threads() -> None:
+    """Ends the process where a thread goes on with a request (a schema, a tokenizer's expressions) that nobody waits for any
+    more: Python would wait for it."""
+    own = threading.main_thread()
+    if any(thread is not own and not thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _key(file: Path | None) -> str | None:

@@ -99,6 +99,29 @@ def test_a_signal_ends_the_server_after_the_answers(artifact: Path, number: sign
         assert "Traceback" not in said and "leaked" not in said
 
 
+def test_a_thread_that_never_ends_does_not_keep_the_server(artifact: Path) -> None:
+    """A schema was read on while nobody waited for it: uvicorn wrote a traceback, and the process stayed."""
+    pytest.importorskip("uvicorn")
+    program = (
+        "import sys, time; from nstf.integrations.serve import server, service\n"
+        "server.GRACE_SECONDS, server.BEGINNING_SECONDS = 0.2, 0.3\n"
+        "service.Service.begin = lambda *_: time.sleep(100)\n"
+        "from nstf_convert.cli import main; sys.argv[1:1] = ['serve']; main()\n"
+    )
+    words = [sys.executable, "-c", program, str(artifact), "--port", "0", "--threads", "1"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=60)
+        connection.request(
+            "POST", "/v1/completions", json.dumps({"prompt": "a"}), {"Content-Type": "application/json"}
+        )
+        time.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        response = connection.getresponse()
+        assert response.status == 503 and b"shutting down" in response.read()
+        assert server.wait(30) == 0 and server.stderr is not None
+        assert "Traceback" not in server.stderr.read()
+
+
 @pytest.mark.parametrize("gap", [0.0, 0.02, 0.1])
 def test_a_second_ctrl_c_writes_no_traceback(artifact: Path, gap: float) -> None:
     pytest.importorskip("uvicorn")
