@@ -87,7 +87,8 @@ def _files(path: Path) -> list[Path]:
         stated = strict_json(content, "it")
         names = stated.get("weight_map") if isinstance(stated, dict) else None
         if not isinstance(names, dict) or not all(
-            isinstance(name, str) and name == Path(name).name for name in names.values()
+            isinstance(name, str) and name.isprintable() and name == Path(name).name
+            for name in names.values()
         ):
             raise ValueError("it names no files of its folder")
     except OSError as error:

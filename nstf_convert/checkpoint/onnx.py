@@ -89,7 +89,10 @@ def open_file(path: Path) -> Checkpoint:
                 )
             entries[found.name] = entry = _entry(data, found, path, files, held)
             beside += entry.info.size_bytes if found.external is not None else 0
-        _check_repeated(beside, path, sum(os.fstat(f.fileno()).st_size for f in files.values()))
+        # One file may have many names.
+        found_files = [os.fstat(f.fileno()) for f in files.values()]
+        sizes = {(f.st_dev, f.st_ino): f.st_size for f in found_files}
+        _check_repeated(beside, path, sum(sizes.values()))
         return Checkpoint(
             path,
             _source(entries, data, files, held),

@@ -124,7 +124,14 @@ def test_the_reader_of_ranks_takes_no_other_file_of_the_folder(tiny: ModuleType,
     found = dict(RankFolder(folder, stated).dense())
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     index = folder / "model.safetensors.index.json"
-    for text in ("", "[]", '{"weight_map": {"a": "../a.safetensors"}}', '{"weight_map": 5}', "[" * 5000):
+    for text in (
+        "",
+        "[]",
+        '{"weight_map": {"a": "../a.safetensors"}}',
+        '{"weight_map": 5}',
+        "[" * 5000,
+        '{"weight_map": {"a": "\\ud800"}}',
+    ):
         index.write_text(text)
         with pytest.raises(CorruptError, match="is no index of weights"):
             RankFolder(folder, stated)

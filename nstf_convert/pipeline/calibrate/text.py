@@ -1,5 +1,6 @@
 """What a model is calibrated and measured on: batches to fit on, held-out batches, and where they came from."""
 
+import logging
 import math
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +18,15 @@ from nstf_convert.streamed import StreamedModel
 from nstf_convert.windows import Windows, tokenise_windows
 
 Batch = dict[str, Tensor]
+log = logging.getLogger("nstf_convert")
 
 # Held-out windows that choose: 8 x 255 scored tokens give the mean KLD a standard error of about 5 %, differences
 # between two mixes on the same windows a far smaller one.
 HELD_OUT_WINDOWS = 8
 # Held-out windows that report. A mix that was chosen by one set of windows looks better on them than it is.
 REPORT_WINDOWS = 8
+# Of arrays, each sample of which is a batch: 1.6 KB of Python's memory.
+MOST_SAMPLES = 1 << 16
 # Share of given inputs that is held out.
 HELD_OUT_SHARE = 0.25
 # Where inputs can be from: given, what ships with Python and nstf, sampled from the model, Python's manual, 1/f noise.
@@ -190,9 +194,18 @@ def tensor_data(path: Path, model: StreamedModel) -> Data:
     counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
     if len(counts) != 1 or min(counts) < 4:
         raise UsageError(f"the dataset {path}: every array needs the same first axis of at least 4 samples")
-    arrays = {n: _computable(a) for n, a in arrays.items()}
-    _check_arrays(path, arrays, model)
     total = counts.pop()
+    if total > MOST_SAMPLES:
+        log.warning("of %d samples in %s the first %d are read", total, path, MOST_SAMPLES)
+        total = MOST_SAMPLES
+    try:
+        arrays = {n: _computable(a[:total]) for n, a in arrays.items()}
+    except (RuntimeError, NotImplementedError) as error:  # a type that torch stores and does not compute with
+        if out_of_memory(error):
+            raise
+        kinds = ", ".join(sorted({str(a.dtype).removeprefix("torch.") for a in arrays.values()}))
+        raise UsageError(f"the dataset {path}: its types ({kinds}) are not all computed with") from error
+    _check_arrays(path, arrays, model)
     held = max(2, min(HELD_OUT_WINDOWS * 4, round(total * HELD_OUT_SHARE)))
     batches = [{n: a[i : i + 1] for n, a in sorted(arrays.items())} for i in range(total)]
     return _split(False, batches, total - held, {"origin": "dataset", "datasets": [readable(path.name)]})

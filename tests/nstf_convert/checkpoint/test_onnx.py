@@ -3,6 +3,7 @@
 import os
 import random
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf_convert.checkpoint import onnx as onnx_reader
 from nstf_convert.checkpoint import open_checkpoint
 
 ARRAYS: dict[str, np.ndarray] = {
@@ -416,3 +418,22 @@ def test_values_between_other_fields_are_pieces(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(onnx_wire, "MAX_PIECES", 100)
     with pytest.raises(CorruptError, match="more than 100 pieces"):
         open_checkpoint(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_external_data_counts_once_under_many_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    """64 links to 64 MiB were taken for 4 GiB of files."""
+    (tmp_path / "data.bin").write_bytes(bytes(16))
+    (tmp_path / "other.bin").write_bytes(bytes(16))
+    getattr(tmp_path / "again.bin", link)(tmp_path / "data.bin")
+    monkeypatch.setattr(onnx_reader, "MOST_REPEATED", 0)
+    for name, good in (("other.bin", True), ("again.bin", False)):
+        path = save(tmp_path / f"{name}.onnx", [external(), external("v", location=name)])
+        with (
+            nullcontext()
+            if good
+            else pytest.raises(CorruptError, match="take 32 bytes of files that have 16")
+        ):
+            open_checkpoint(path).close()

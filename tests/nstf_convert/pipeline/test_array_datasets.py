@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nstf_convert.cli import run
+from nstf_convert.pipeline.calibrate import text
 
 IMAGES, WORDS = "examples/tiny_conv/model", "examples/tiny_llama/model"
 LABELS = torch.tensor([0, 0, 0, 0, 0, 99, 0, 0])
@@ -27,6 +28,9 @@ WRONG: dict[str, tuple[str, dict[str, Tensor], str]] = {
         WORDS, {"input_ids": torch.full((8, 16), -5).view(torch.uint64)}, "tokens outside"
     ),
     "tokens": (WORDS, {"input_ids": torch.full((8, 16), 10**6)}, "tokens outside"),
+    "four bits": (
+        WORDS, {"input_ids": torch.zeros(8, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "its types (float4"
+    ),
 }  # fmt: skip
 
 
@@ -62,6 +66,19 @@ def test_arrays_of_half_precision_are_taken(tmp_path: Path) -> None:
     save_file({"pixel_values": images.half()}, tmp_path / "a.safetensors")
     words = ["calibrate", IMAGES, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
     assert run([*words, "--quiet"]) == 0
+
+
+def test_the_first_of_too_many_samples_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is a batch of Python's: 2 MB of bytes took 3.3 GB."""
+    monkeypatch.setattr(text, "MOST_SAMPLES", 8)
+    images = torch.randn(20, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images[8:] = float("nan")
+    save_file({"pixel_values": images}, tmp_path / "a.safetensors")
+    words = ["calibrate", IMAGES, "-o", str(tmp_path / "c.cal"), "--dataset", str(tmp_path / "a.safetensors")]
+    assert run(words) == 0
+    assert "of 20 samples in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
