@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from nstf.errors import NstfError, UsageError, no_place
+from nstf.errors import NstfError, UsageError, no_place, out_of_memory
 
 CHUNK_BYTES = 1 << 24
 
@@ -208,8 +208,20 @@ def disk_fault(error: BaseException) -> OSError | None:
         number = seen.errno if isinstance(seen, OSError) else int(found.group(1)) if found else None
         if number in _FAULTS:
             return OSError(number, os.strerror(number))
+        if number == errno.ENOENT and "usable temporary directory" in str(
+            seen
+        ):  # Python's word for a full disk
+            return OSError(number, "no folder for temporary files can be written")
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def raise_fault(error: BaseException, doing: str) -> None:
+    """Raises NstfError where it was the machine that failed another library: its memory or its disk. doing: for messages."""
+    if out_of_memory(error):
+        raise NstfError(f"not enough memory to {doing}; free some, or raise its limit") from error
+    if fault := disk_fault(error):
+        raise NstfError(f"cannot {doing}: {fault.strerror}; check the disk") from error
 
 
 _FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -1,5 +1,6 @@
 """`nstf place`: the table, the JSON, and one line for every mistake."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -154,3 +155,18 @@ def test_a_mark_of_the_encoding_is_no_mistake(nstf: Callable[..., Any], tmp_path
 def test_what_fits_nowhere_says_by_how_much(nstf: Callable[..., Any]) -> None:
     result = nstf("place", SHAPE.with_name("dense-405b.json"), "--encoding", "bf16", "--machine", "h200x2")
     assert result.code == 1 and "no plan fits" in result.err and "755.96 GiB" in result.err
+
+
+@pytest.mark.parametrize("asked", [("AutoConfig", "for_model"), ("AutoModelForCausalLM", "from_config")])
+def test_a_full_disk_is_no_config_that_cannot_be_read(
+    nstf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, asked: tuple[str, str]
+) -> None:
+    """transformers writes a file for a moment; a Llama was called a model that it does not know."""
+    import transformers
+
+    def full(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(getattr(transformers, asked[0]), asked[1], full)
+    result = nstf("place", SHAPE, "--encoding", "int4", "--machine", "h200x2")
+    assert result.code == 1 and "no folder for temporary files can be written" in result.err
