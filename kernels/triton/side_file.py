@@ -35,6 +35,8 @@ _KEY = "nstf_kernels"
 Needed = Callable[[Iterable[int], torch.dtype, Architecture], Mapping[str, KernelSpec]]
 # What a file may say of a kernel beside Triton's own options: the compiler found it out.
 _FOUND_FIELDS = ("name", "shared", "num_warps")
+# Of a kernel: bytes of local memory, and warps.
+MAX_SHARED, MAX_WARPS = 1 << 20, 64
 
 
 def pack(compiled: Iterable[Compiled], row: Architecture, batches: Iterable[int], dtype: str) -> bytes:
@@ -159,9 +161,12 @@ def parse(data: bytes, where: object) -> SideFile:
             raise CorruptError(f"{where}: kernel {name[:16]} has no metadata; {again}")
         if entry.get("sha256") != hashlib.sha256(binaries[name]).hexdigest():
             raise CorruptError(f"{where}: kernel {name[:16]} differs from its SHA-256; {again}")
-        symbol, shared = entry["metadata"].get("name"), entry["metadata"].get("shared")
-        if not isinstance(symbol, str) or not symbol.isidentifier() or type(shared) is not int or shared < 0:
+        symbol, shared, warps = (entry["metadata"].get(key) for key in _FOUND_FIELDS)
+        found = isinstance(symbol, str) and symbol.isidentifier() and isinstance(entry.get("name"), str)
+        if not found or type(shared) is not int or not 0 <= shared <= MAX_SHARED:
             raise CorruptError(f"{where}: kernel {name[:16]} has no symbol or no local memory; {again}")
+        if warps is not None and (type(warps) is not int or not 1 <= warps <= MAX_WARPS):
+            raise CorruptError(f"{where}: kernel {name[:16]} has no number of warps; {again}")
     texts = header.get("triton"), header.get("target"), header.get("dtype")
     batches = header.get("batches")
     if (

@@ -36,10 +36,10 @@ _ONES = {
 }  # fmt: skip
 # What may have grown by the time that it is used: lists and dictionaries, and tuples with one inside.
 _GROWS = object()
-# An OrderedDict, which may have grown too, and a tuple with one inside: a tensor is made with one, for its hooks.
-_ORDERED, _HOLDS_ORDERED = object(), object()
-# What copies all that it is given.
-_COPIES = {("collections", "OrderedDict"), ("torch", "Size")}
+# An empty tuple, one of numbers, and one with such a tuple alone: what an OrderedDict and a torch.Size are called with. They
+# would copy anything else, a tensor of one byte and 2^60 elements, too.
+_EMPTY, _NUMBERS, _OF_NUMBERS = object(), object(), object()
+_GIVEN = {("collections", "OrderedDict"): _EMPTY, ("torch", "Size"): _OF_NUMBERS}
 _GROWING = {"EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT"}
 # The word `storage`, its type, its record, a device and its elements.
 _ID_PARTS = 5
@@ -95,7 +95,7 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
     memo: dict[Any, tuple[int, Any]] = {}
     words: list[str] = []  # the last two strings: STACK_GLOBAL takes its names from there
     # Objects that calls copy and that keys are hashed by, all together: one that is there once can be used again and again.
-    used, most = 0, MOST_NESTED + len(data)
+    used, most, entries = 0, MOST_NESTED + len(data), 0
 
     def use(count: int) -> None:
         nonlocal used
@@ -123,7 +123,7 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
         if "UNICODE" in name:
             words = [*words[-1:], str(argument)]
         if name in _ONES:
-            push(1, _GROWS if name in _GROWING else argument)
+            push(1, _GROWS if name in _GROWING else _EMPTY if name == "EMPTY_TUPLE" else argument)
         elif name == "GLOBAL":
             _check_name(*_pair(argument))
             push(1, _pair(argument))
@@ -146,13 +146,15 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
             marks.pop()
             if name != "TUPLE":
                 use(held if name == "DICT" else 0)
+                entries += len(values) // 2
                 push(1, _GROWS)
             else:
                 push(1 + held, _tuple_of(values))
         elif name in ("APPENDS", "SETITEMS", "POP_MARK"):
-            held = to_mark()[0]
+            held, values = to_mark()
             marks.pop()
             use(held if name == "SETITEMS" else 0)
+            entries += len(values) // 2 if name == "SETITEMS" else 0
         elif name in _TUPLES:
             held, values = pop(_TUPLES[name])
             push(1 + held, _tuple_of(values))
@@ -160,16 +162,18 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
             held, (called, given) = pop(2)
             if not isinstance(called, tuple) or called not in CALLED or given is _GROWS:
                 raise UnsupportedError("a call that makes no tensor")
-            if called in _COPIES and given is _HOLDS_ORDERED:
-                raise UnsupportedError("a copy of a dictionary")
+            if called in _GIVEN and given is not _GIVEN[called]:
+                raise UnsupportedError("a copy of something")
             use(held)
-            push(1, _ORDERED if called == ("collections", "OrderedDict") else None)
+            push(1)
         elif name == "BINPERSID":
             _check_storage(pop(1)[1][0], records)
             push(1)
         elif name in _POPS:
             held = pop(_POPS[name])[0]
-            use(held if name == "SETITEM" else 0)
+            entries += name == "SETITEM"
+            # BUILD copies a dictionary, which may have all entries so far.
+            use(held if name == "SETITEM" else entries if name == "BUILD" else 0)
         elif name == "DUP":
             push(*stack[-1])
         elif name not in ("PROTO", "FRAME", "STOP"):
@@ -180,8 +184,10 @@ def _tuple_of(values: list[Any]) -> Any:
     """What is known of a tuple: its values where it may be the id of a storage."""
     if any(value is _GROWS for value in values):
         return _GROWS
-    if any(value is _ORDERED or value is _HOLDS_ORDERED for value in values):
-        return _HOLDS_ORDERED
+    if all(type(value) is int for value in values):
+        return _NUMBERS if values else _EMPTY
+    if len(values) == 1 and (values[0] is _NUMBERS or values[0] is _EMPTY):
+        return _OF_NUMBERS
     return values if len(values) == _ID_PARTS else None
 
 

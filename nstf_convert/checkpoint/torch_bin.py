@@ -98,9 +98,10 @@ def _tensors(data: Any, path: Path) -> dict[str, Tensor]:
     found = dict(dict.items(data))
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or not _is_plain(tensor):
-            raise UnsupportedError(
-                f"{path}: {str(name)[:80]!r} is not a dense tensor; save the model's `state_dict()`"
+            what = (
+                repr(name[:80]) if isinstance(name, str) else f"what has a {type(name).__name__} as its name"
             )
+            raise UnsupportedError(f"{path}: {what} is not a dense tensor; save the model's `state_dict()`")
         if (dtype := str(tensor.dtype).removeprefix("torch.")) not in SAFETENSORS_NAMES:
             raise UnsupportedError(
                 f"{path}: {name[:80]!r} has the type {dtype}, which is not supported; save it as another, or leave it out"

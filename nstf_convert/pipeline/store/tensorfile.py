@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, place
-from nstf.runtime.artifact.header import MAX_HEADER_BYTES, check_nesting, check_values
+from nstf.runtime.artifact.header import MAX_HEADER_BYTES, check_nesting, check_values, strict_json
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -31,6 +31,7 @@ _DTYPES = {
 
 _NAMES = frozenset(_DTYPES.values())
 
+_ENTRY = {"dtype", "shape", "data_offsets"}
 RENEW_BYTES = 128 << 20
 
 
@@ -145,7 +146,9 @@ class TensorFile:
             said = (self._file.metadata() or {})["nstf"]
             check_nesting(said.encode(), "its metadata")
             check_values(said, "its metadata")
-            sealed = json.loads(said)
+            sealed = json.loads(said, object_pairs_hook=_each_once)
+            if sealed.keys() != {"metadata", "digests", "seal"}:
+                raise ValueError("its metadata has a key that is not known")
             self.metadata: dict[str, Any] = sealed["metadata"]
             self._digests: dict[str, str] = sealed["digests"]
             if not isinstance(self.metadata, dict) or not isinstance(self._digests, dict):
@@ -224,10 +227,20 @@ def _entries(path: Path) -> dict[str, Any]:
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes, more than {MAX_HEADER_BYTES}")
         raw = file.read(length)
-    check_nesting(raw, "its header")
-    check_values(raw, "its header")
-    header = json.loads(raw)
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    header = strict_json(raw, "its header")
+    if header.get("__metadata__", {}).keys() - {"nstf", "format"}:
+        raise ValueError("its metadata has a key that is not known")
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    if any(set(entry) != _ENTRY for entry in entries.values()):
+        raise ValueError("an entry has a key that is not known")
+    return entries
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its metadata has a key twice")
+    return found
 
 
 def sync_folder(folder: Path) -> None:

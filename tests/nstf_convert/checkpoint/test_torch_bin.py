@@ -252,6 +252,17 @@ ORDERED = b"ccollections\nOrderedDict\n"
 HOSTILE = {
     "a dictionary that is copied": pickled(KEY, b"(", ORDERED, b")Rq\x01", ORDERED, b"h\x01\x85Rl"),
     "a size of a dictionary": pickled(KEY, b"(", ORDERED, b")Rq\x01", b"ctorch\nSize\nh\x01\x85Rl"),
+    "a size of a tensor": pickled(KEY, b"ctorch\nSize\n", b"ctorch._utils\n_rebuild_tensor_v2\n)R\x85R"),
+    "a dictionary of pairs": pickled(KEY, ORDERED, b"(K\x01K\x02\x86t\x85R"),
+    "many dictionaries of one state": pickled(
+        KEY,
+        b"}q\x01(",
+        b"".join(b"K\x01" + b"N" for _ in range(30_000)),
+        b"u0(",
+        b")N\x85" * 0,
+        (ORDERED + b")Rh\x01b") * 200,
+        b"l",
+    ),
     "a storage of codes": pickled(
         KEY, b"(X\x07\x00\x00\x00storagectorch\nQUInt8Storage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x00tQ"
     ),

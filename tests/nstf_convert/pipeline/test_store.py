@@ -119,6 +119,28 @@ def test_a_file_of_another_writer_is_refused(tmp_path) -> None:
     TensorFile(tmp_path / "y.safetensors").verify()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"x":', '"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":'),
+        ('"dtype":', '"more":1,"dtype":'),
+        ('"nstf":', '"more":"y","nstf":'),
+        ('\\"seal\\":', '\\"more\\":1,\\"seal\\":'),
+        ('\\"seal\\":', '\\"seal\\":\\"\\",\\"seal\\":'),
+    ],
+)
+def test_a_header_with_a_key_twice_or_of_another_kind_is_refused(tmp_path, old, new) -> None:
+    write_tensors(tmp_path / "x", {"x": torch.ones(1)}, {"a": 1})
+    raw = (tmp_path / "x").read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little")
+    header = raw[8:size].decode()
+    assert old in header
+    changed = header.replace(old, new, 1).encode()
+    (tmp_path / "y").write_bytes(len(changed).to_bytes(8, "little") + changed + raw[size:])
+    with pytest.raises(CorruptError, match="is not a file nstf wrote"):
+        TensorFile(tmp_path / "y")
+
+
 def test_a_result_that_the_disk_does_not_give_is_not_thrown_away(work, monkeypatch) -> None:
     """It was taken for a damaged one: too many open files cost the work of hours."""
     path, opened = file_of(work, "ab" * 32), Path.open
