@@ -200,12 +200,12 @@ class DividedEmbedding(Divided):
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(rows of this rank's part, which of them were asked for)."""
         local = ids - self.first
-        inside = (local >= 0) & (local < self.rows)
-        return torch.where(inside, local, 0), inside
+        near = local.clamp(0, max(self.rows - 1, 0))  # few launches: a token on GPUs waits for each
+        return near, near == local
 
     def filled(self, rows: Tensor, inside: Tensor) -> Tensor:
         """The rows asked for, from the ranks that have them."""
-        return self.ranks.sum(rows.masked_fill(~inside.unsqueeze(-1), 0.0))
+        return self.ranks.sum(torch.where(inside.unsqueeze(-1), rows, 0.0))
 
 
 class DividedHead(Divided):

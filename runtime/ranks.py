@@ -97,7 +97,17 @@ class Ranks:
         return sums.alone if _ALONE.get() else sums.peers
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
-        """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower."""
+        """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower.
+
+        Few values on GPUs are the sum of all parts, each among zeros in its place: that takes half of NCCL's time.
+        """
+        before = self.rank * width
+        sums = None if _ALONE.get() else peer_sums.made(self.size, part.device)
+        if sums is not None and width * (self.size - 1) < total:  # else a part lies beyond the end
+            whole = torch.nn.functional.pad(part, (before, total - before - part.shape[-1])).contiguous()
+            if sums.takes(whole):
+                sums.sum(whole)
+                return whole
         missing = width - part.shape[-1]
         if missing:
             part = torch.nn.functional.pad(part, (0, missing))

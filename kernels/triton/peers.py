@@ -1,4 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# Triton adds tuples; it does not unpack them into one.
+# ruff: noqa: RUF005
 """All-reduce over the GPUs of one host by writing into each other's memory.
 
 Each value travels as one 64-bit word together with the number of the call, and the receiver polls that word. So no barrier
@@ -63,27 +65,41 @@ class Peers:
 
 
 @triton.jit
+def rooms_of(rooms, RANKS: tl.constexpr):
+    """The addresses of all ranks' buffers, which no launch changes."""
+    found = ()
+    for rank in tl.static_range(RANKS):
+        found = found + (tl.load(rooms + rank),)
+    return found
+
+
+@triton.jit
+def call_of(calls, block):
+    """The number of the sum that a program is about to make: known once the launch in front has ended."""
+    return tl.load(calls + block, volatile=True) + 1
+
+
+@triton.jit
 def exchanged(
-    own, block, rooms, calls, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr,
+    own, block, rooms, call, calls, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of own, f32 [BLOCK], added in the order of ranks: the same bits everywhere. block: the number of
-    this program in its launch. All launches that share a buffer must have programs of BLOCK values."""
-    call = tl.load(calls + block, volatile=True) + 1
+    this program in its launch; rooms, call: what `rooms_of` and `call_of` gave, asked for early: each is a way to memory.
+    All launches that share a buffer must have programs of BLOCK values."""
     half = (call & 1) * RANKS
     at = block * BLOCK + tl.arange(0, BLOCK)
     bits = own.to(tl.uint32, bitcast=True).to(tl.int64)
     word = (call.to(tl.int64) << 32) | bits
     for step in tl.static_range(1, RANKS):
-        other = (RANK + step) % RANKS
-        room = tl.load(rooms + other).to(tl.pointer_type(tl.int64))
+        room = rooms[(RANK + step) % RANKS].to(tl.pointer_type(tl.int64))
         into = room + (half + RANK) * MOST + at
         if NVIDIA:
             tl.inline_asm_elementwise(_PUSH, "=r,l,l", [into, word], dtype=tl.int32, is_pure=False, pack=1)
         else:
             tl.store(into, word)
     total = tl.zeros([BLOCK], tl.float32)
-    room = tl.load(rooms + RANK).to(tl.pointer_type(tl.int64))
+    room = rooms[RANK].to(tl.pointer_type(tl.int64))
     for sender in tl.static_range(RANKS):
         if sender == RANK:
             total += own
@@ -113,11 +129,14 @@ def peer_sum_kernel(
     """values [size] = their sum over ranks."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    addresses = rooms_of(rooms, RANKS)
+    if PDL:
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
+    call = call_of(calls, block)
     at = block * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(values + at, mask=at < size, other=0.0).to(tl.float32)
-    total = exchanged(own, block, rooms, calls, RANK, RANKS, MOST, BLOCK, NVIDIA)
+    total = exchanged(own, block, addresses, call, calls, RANK, RANKS, MOST, BLOCK, NVIDIA)
     tl.store(values + at, total.to(values.dtype.element_ty), mask=at < size)
 
 

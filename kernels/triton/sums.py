@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.launching import hardware_of, launch, multiples, overlap_options, overlaps
-from nstf.kernels.triton.peers import BLOCK, MOST_VALUES, WARPS, exchanged
+from nstf.kernels.triton.peers import BLOCK, MOST_VALUES, WARPS, call_of, exchanged, rooms_of
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
 # Rows of a program: as many as ranks exchange at a time.
@@ -104,10 +104,18 @@ def ending_kernel(
     ok = row < height
     if ADDS:
         factor = tl.load(gain + row, mask=ok, other=0.0)
+    if RANKS > 1:
+        addresses = rooms_of(rooms, RANKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     size = tl.num_programs(1) * rows
     at = line * rows + row
+    # All that is read is asked for before any of it is used.
+    if RANKS > 1:
+        block = line * tl.num_programs(0) + tl.program_id(0)
+        call = call_of(calls, block)
+    if ADDS:
+        before = tl.load(h + at, mask=ok, other=0.0)
     if NORMED:
         k = tl.arange(0, MOST)
         some = tl.load(squares + line * KNOWN + k, mask=k < KNOWN, other=0.0)
@@ -115,8 +123,7 @@ def ending_kernel(
     if GATE:
         up = _total(parts, at + height, ok, size, SPLIT, BLOCK)
     if RANKS > 1:
-        block = line * tl.num_programs(0) + tl.program_id(0)
-        out = exchanged(out, block, rooms, calls, RANK, RANKS, SLOTS, BLOCK, NVIDIA)
+        out = exchanged(out, block, addresses, call, calls, RANK, RANKS, SLOTS, BLOCK, NVIDIA)
     if NORMED:
         strength = tl.rsqrt(tl.sum(some) / cols + epsilon)
         out *= strength
@@ -127,7 +134,7 @@ def ending_kernel(
         out = out.to(y.dtype.element_ty).to(tl.float32)
         out = gated(out, up.to(y.dtype.element_ty).to(tl.float32), GATE == 2)
     if ADDS:
-        out = out.to(y.dtype.element_ty).to(tl.float32) + tl.load(h + at, mask=ok, other=0.0)
+        out = out.to(y.dtype.element_ty).to(tl.float32) + before
         tl.store(h + at, out, mask=ok)
         tl.store(new_squares + line * tl.num_programs(0) + tl.program_id(0), tl.sum(out * out))
         out *= factor

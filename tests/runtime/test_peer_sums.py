@@ -34,8 +34,22 @@ def on_two_cards(rank: int, port: int, results: Path) -> None:
             expected = (gathered[0].float() + gathered[1].float()).to(dtype)
             if not torch.equal(ranks.sum(values), expected):
                 wrong.append(f"{size} of {dtype}")
+    for shape, width, total in (
+        ((5,), 3, 5),
+        ((1, 1), 64128, 128256),
+        ((2, 3), 7, 13),
+        ((16, 1), 64128, 128256),
+    ):
+        own = min(width, total - rank * width)
+        part = torch.randn(*shape[:-1], own, generator=random, device=device).to(torch.bfloat16)
+        both = part.new_zeros(2, *shape[:-1], width)
+        torch.distributed.all_gather(list(both), torch.nn.functional.pad(part, (0, width - own)).contiguous())
+        expected = torch.cat(list(both), dim=-1)[..., :total]
+        if not torch.equal(ranks.joined(part, width, total), expected):
+            wrong.append(f"joined {shape} of {total}")
     with ranks.alone():
         ranks.sum(torch.ones(300, device=device))
+        ranks.joined(torch.ones(3, device=device), 3, 5)
     # Inside of a graph, with work of unlike lengths between sums: neither rank may overtake the other.
     x = torch.zeros(5000, device=device)
     busy = torch.randn(1024, 1024, device=device)
