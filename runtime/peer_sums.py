@@ -45,7 +45,11 @@ class PeerSums:
 
     def takes(self, values: Tensor) -> bool:
         """Whether to sum these by memory. All ranks answer alike: it depends on number and type alone."""
-        words = values.numel() * (self.peers.ranks - 1)
+        return self.takes_as_many(values.numel(), values)
+
+    def takes_as_many(self, count: int, values: Tensor) -> bool:
+        """The same for so many values of this type and device."""
+        words = count * (self.peers.ranks - 1)
         return values.dtype in _TYPES and values.device.type == "cuda" and 0 < words <= MOST_WORDS
 
     def sum(self, values: Tensor) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.atomic_file import raise_fault
+from nstf.errors import NstfError, UnsupportedError, out_of_memory
+from nstf.runtime.artifact.atomic_file import raise_disk_fault
 from nstf.runtime.artifact.config import Limits
 from nstf.runtime.imports import uncollected
 from nstf.runtime.offline import without_hub
@@ -100,7 +100,11 @@ def build_skeleton(
             with without_hub():
                 model: nn.Module = model_class(model_config)
     except Exception as error:
-        raise_fault(error, f"build {model_class.__name__}")
+        if out_of_memory(error):
+            raise NstfError(
+                f"not enough memory to build {model_class.__name__}; free some, or raise its limit"
+            ) from error
+        raise_disk_fault(error, f"build {model_class.__name__}")
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot build {model_class.__name__} from this config: "
@@ -133,7 +137,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     except UnsupportedError:
         raise
     except Exception as error:
-        raise_fault(error, "read the model's config")
+        raise_disk_fault(error, "read the model's config")
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedError(
             f"transformers refuses this config: {type(error).__name__}: {reason}"

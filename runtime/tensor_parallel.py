@@ -16,7 +16,7 @@ from nstf.errors import NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, FormatError, Node
 from nstf.kernels.formats.shards import Span as Span
 from nstf.kernels.formats.shards import check_part, grain, shard
-from nstf.runtime.artifact.atomic_file import raise_fault
+from nstf.runtime.artifact.atomic_file import raise_disk_fault
 from nstf.runtime.attention_windows import check_alike
 from nstf.runtime.memory_limit import memory_ended
 from nstf.runtime.offline import without_hub
@@ -145,7 +145,7 @@ def text_config(stated: Mapping[str, Any]) -> Any:
             raise NstfError(
                 "not enough memory to read the model's config; free some, or raise its limit"
             ) from error
-        raise_fault(error, "read the model's config")
+        raise_disk_fault(error, "read the model's config")
         raise UnsupportedError(
             f"transformers does not read the config of this model of type {str(kind)[:40]!r}: {str(error)[:200]}"
         ) from error

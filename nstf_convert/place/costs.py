@@ -19,7 +19,7 @@ from nstf.errors import CorruptError, UnsupportedError, UsageError
 from nstf.kernels.formats import FormatError, Node, dense, integer, node_to_json, stored_bytes, trellis
 from nstf.kernels.formats.shards import grain
 from nstf.kernels.formats.tree import Shape
-from nstf.runtime.artifact.atomic_file import raise_fault
+from nstf.runtime.artifact.atomic_file import raise_disk_fault
 from nstf.runtime.artifact.config import Limits, check_config
 from nstf.runtime.attention_windows import check_alike, windows_of
 from nstf.runtime.tensor_parallel import Division, axis_of, tensor_parts, text_config
@@ -375,7 +375,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
             kind = AutoModel if part else AutoModelForCausalLM
             model = kind.from_config(text, trust_remote_code=False)
     except Exception as error:
-        raise_fault(error, "build the model")
+        raise_disk_fault(error, "build the model")
         raise UnsupportedError(
             f"transformers cannot build a model of type {text.model_type!r}: {' '.join(str(error).split())[:200]}"
         ) from error

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from nstf.errors import NstfError, UsageError, no_place, out_of_memory
+from nstf.errors import NstfError, UsageError, no_place
 
 CHUNK_BYTES = 1 << 24
 
@@ -216,10 +216,8 @@ def disk_fault(error: BaseException) -> OSError | None:
     return None
 
 
-def raise_fault(error: BaseException, doing: str) -> None:
-    """Raises NstfError where it was the machine that failed another library: its memory or its disk. doing: for messages."""
-    if out_of_memory(error):
-        raise NstfError(f"not enough memory to {doing}; free some, or raise its limit") from error
+def raise_disk_fault(error: BaseException, doing: str) -> None:
+    """Raises NstfError where the disk failed another library. doing: what it did, for the message."""
     if fault := disk_fault(error):
         raise NstfError(f"cannot {doing}: {fault.strerror}; check the disk") from error
 
