@@ -200,7 +200,7 @@ def tensor_data(path: Path, model: StreamedModel) -> Data:
         total = MOST_SAMPLES
     try:
         arrays = {n: _computable(a[:total]) for n, a in arrays.items()}
-    except (RuntimeError, NotImplementedError) as error:  # a type that torch stores and does not compute with
+    except RuntimeError as error:  # a type that torch stores and does not compute with
         if out_of_memory(error):
             raise
         kinds = ", ".join(sorted({str(a.dtype).removeprefix("torch.") for a in arrays.values()}))
