@@ -6,10 +6,11 @@ stream, come with the sum of its parts. Of such a norm the root mean square is l
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from nstf.kernels.torch import decode_step as reference
 from nstf.kernels.torch.decode_step import Cache, Heads
@@ -18,6 +19,9 @@ from nstf.kernels.triton.ending import Ending, Meeting
 from nstf.kernels.triton.linear import arch_of
 from nstf.runtime.sampling import Sampling, choose
 from nstf.runtime.stacking import Matrix, together
+
+if TYPE_CHECKING:
+    from nstf.kernels.triton.peer_rows import Twins
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Given:
 
     values: Tensor
     squares: Tensor | None = None
+
+    def some(self, rows: Tensor) -> "Given":
+        """These rows alone."""
+        squares = None if self.squares is None else self.squares.index_select(0, rows)
+        return Given(self.values.index_select(0, rows), squares)
 
 
 class Glue:
@@ -62,14 +71,39 @@ class Glue:
         out_gain: Tensor | None,
         gain: Tensor,
         following: tuple[Matrix, ...],
+        turn: int,
     ) -> Given:
-        """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`."""
+        """Adds a product (normed first, with `out_gain`) onto h, in place, and norms that, for the products `following`.
+        turn: which of the two products of a layer that add it is."""
         batch, peers = len(h), matrix.peers() if matrix.peers else None
         adds = Ending(adds=True) if peers is None else Ending(adds=True, rank=peers.rank, ranks=peers.ranks)
         if out_gain is None and self._ends(matrix, batch, adds):
             if all(self._ends(m, batch, Ending(normed=True)) for m in following):
                 return Given(*self._ended(matrix, x, adds, Meeting(h=h, gain=gain, peers=peers)))
+        twins = None if matrix.twins is None or self.kernels is None else matrix.twins(batch, self.dtype)
+        if twins is not None:
+            return Given(self._met(h, matrix, x, out_gain, gain, twins, turn))
         return Given(self._add_norm(h, self.products((matrix,), x), gain, out_gain))
+
+    def _met(
+        self,
+        h: Tensor,
+        matrix: Matrix,
+        x: Given,
+        out_gain: Tensor | None,
+        gain: Tensor,
+        twins: "Twins",
+        turn: int,
+    ) -> Tensor:
+        """As `onto`, over the rows of a prompt of two ranks."""
+        from nstf.kernels.triton.linear import matmul_twice
+        from nstf.kernels.triton.peer_rows import met_norm
+
+        assert matrix.encoded is not None
+        place = twins.place(turn, len(h), matrix.encoded.shape[0], self.dtype)
+        with torch.cuda.device(self.device):
+            y = matmul_twice(x.values, matrix.encoded, place)
+            return met_norm(h, y, gain, self.epsilon, twins, turn, self.arch, out_gain)
 
     def products(self, matrices: tuple[Matrix, ...], x: Given) -> Tensor:
         """Those with x, side by side."""
@@ -124,6 +158,29 @@ class Glue:
         room = self._room[shape]
         found: Tensor = self.kernels.attend(qkv, bias, gains, cache, position, shape, room, self.arch)
         return found
+
+    def attend_prompts(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        gains: tuple[Tensor, Tensor] | None,
+        cache: Cache,
+        tokens: int,
+        shape: Heads,
+    ) -> Tensor:
+        """Causal attention of whole prompts of `tokens` each, [batch * tokens, heads * size] as qkv; their keys and values
+        are in the cache then. All keys are seen: no window is shorter than a prompt."""
+        if self.kernels is None:
+            q = reference.place(qkv, bias, gains, cache, tokens, shape)
+        else:
+            from nstf.kernels.triton.prompt_heads import place
+
+            q = place(qkv, bias, gains, cache, tokens, shape, self.arch)
+        q = q.view(-1, tokens, shape.heads, shape.size).transpose(1, 2)
+        k, v = cache.keys[:, :, :tokens], cache.values[:, :, :tokens]
+        shared = shape.heads != shape.kv_heads
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=shape.scale, enable_gqa=shared)
+        return y.transpose(1, 2).reshape(len(qkv), -1)
 
     def advance(self, logits: Tensor, sampling: Sampling | None, tokens: Tensor, position: Tensor) -> None:
         """The next tokens by logits [batch, vocab] into tokens, int64 [batch], and the position after them, int64 [1]."""

@@ -19,6 +19,7 @@ from nstf.runtime.ahead import MOST_BYTES, decoded_ahead
 from nstf.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
+    from nstf.kernels.triton.peer_rows import Twins
     from nstf.kernels.triton.peers import Peers
 
 # Prompts of so many rows are multiplied in pieces, which still fill a GPU: only the last piece's sum is waited for.
@@ -51,8 +52,8 @@ class SummedLinear(Divided):
         return y.view(*input.shape[:-1], -1)
 
     def product(self: Any, x: Tensor) -> Tensor:
-        """The product of all ranks in float32, for a caller who adds it to float32."""
-        y: Tensor = self.ranks.sum(self._part(x))
+        """The product of all ranks, for a caller who adds it to float32; in that but where parts are added in 16 bits."""
+        y: Tensor = self.ranks.sum(self._term(x))
         return y if self.bias is None else y + self.bias
 
     def peers(self: Any) -> Peers | None:
@@ -62,6 +63,14 @@ class SummedLinear(Divided):
             return None
         found: Peers | None = self.ranks.peers(stored.like.device)
         return found
+
+    def twins(self: Any, rows: int, dtype: torch.dtype) -> Twins | None:
+        """What adds so many rows of the product over two ranks while it runs; None where the sum is a step of its own."""
+        stored = self._stored()
+        if stored is None or self.bias is not None or rows < SHORT_ROWS:
+            return None
+        found: Twins | None = self.ranks.twins(stored.like.device)
+        return found if found is not None and found.takes(rows, self.out_features, dtype) else None
 
     def _stored(self: Any) -> Any:
         return self._modules.get("weight_encoded")
@@ -79,12 +88,14 @@ class SummedLinear(Divided):
 
         # A sum that nothing is done beside needs no second stream.
         some = any(_may_decode(parameter, x) for parameter in self.following)
-        part = self._short(x) if len(x) >= SHORT_ROWS and _adds_short(x) else self._part(x)
-        y: Tensor = self.ranks.sum(part, meanwhile if some else None)
+        y: Tensor = self.ranks.sum(self._term(x), meanwhile if some else None)
         return y
 
-    def _short(self: Any, x: Tensor) -> Tensor:
-        """As `_part`, in x's type."""
+    def _term(self: Any, x: Tensor) -> Tensor:
+        """As `_part`; of many rows in x's type, where sums are made in that."""
+        if len(x) < SHORT_ROWS or not _adds_short(x):
+            part: Tensor = self._part(x)
+            return part
         stored = self._stored()
         return nn.functional.linear(x, self.weight) if stored is None else linear(x, stored.encoded)
 

@@ -1,10 +1,10 @@
 """Decoding a model of the Llama family on a GPU, the whole of it one captured graph: a replay per token.
 
-The prompt runs through transformers' modules (graph_prompt.py); its keys and values go into a static cache, and from there
-on a token is a replay of the launches that `_step` makes: matrices by their kernels (q, k and v, gate and up as one each
-where their formats agree), the rest by kernels/triton/decode_step.py, the choice of the next token at the end. The position
-is read from device memory, so that a graph is right for every token until the cache is full; then it grows to twice the
-size, and the graph is captured anew. On a CPU the same step runs without a graph, for tests.
+The prompt's keys and values go into a static cache (graph_prompt.py), and from there on a token is a replay of the launches
+that `_step` makes: matrices by their kernels (q, k and v, gate and up as one each where their formats agree), the rest by
+kernels/triton/decode_step.py, the choice of the next token at the end. The position is read from device memory, so that a
+graph is right for every token until the cache is full; then it grows to twice the size, and the graph is captured anew. On a
+CPU the same step runs without a graph, for tests.
 """
 
 from collections import OrderedDict
@@ -100,7 +100,11 @@ class Decoder:
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
         self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
-        self._prompts = Prompts(model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None))
+        windows = [layer.heads.window for layer in self._layers if layer.heads.window]
+        self._prompts = Prompts(
+            model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None),
+            self.prompt_logits, min(windows, default=self.context),
+        )  # fmt: skip
 
     @property
     def context(self) -> int:
@@ -269,18 +273,44 @@ class Decoder:
 
     def logits(self, state: State) -> Tensor:
         """[batch, vocab] after the tokens of `state` at its position; their keys and values are in the cache then."""
-        glue, gelu = self._glue, bool(self.config.shape["gelu"])
         h = self._embed(state.tokens).float()
+        return self._through(h, lambda i, qkv: self._attend(i, qkv, state))
+
+    def prompt_logits(self, ids: Tensor, last: Tensor) -> Tensor:
+        """[batch, vocab] after the tokens at the place `last`, int64 [1], of prompts ids [batch, tokens] that fit the cache
+        and every window; their keys and values are in the cache then."""
+        state = self._state
+        assert state is not None
+        batch, count = ids.shape
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            layer = self._layers[i]
+            cache = state.layer(i, layer.rotation)
+            return self._glue.attend_prompts(qkv, layer.qkv_bias, layer.qk_norms, cache, count, layer.heads)
+
+        # The module looks at the ids, which the caller chose.
+        h = self._embedding(ids).flatten(0, 1).float()
+        return self._through(h, attend, torch.arange(batch, device=ids.device) * count + last)
+
+    def _through(
+        self, h: Tensor, attend: Callable[[int, Tensor], Tensor], kept: Tensor | None = None
+    ) -> Tensor:
+        """Logits after the layers and the head, of the residual stream h, f32 [rows, hidden], which is changed in place.
+
+        attend: the attention of a layer, by its number and q, k and v side by side. kept: the rows whose logits are asked
+        for, all by default.
+        """
+        glue, gelu = self._glue, bool(self.config.shape["gelu"])
         x = glue.first(h, self._layers[0].attention_norm)
         for i, layer in enumerate(self._layers):
             last = i + 1 == len(self._layers)
             gain = self._norm if last else self._layers[i + 1].attention_norm
             following = (self._head,) if last else self._layers[i + 1].qkv
-            attended = Given(self._attend(i, glue.products(layer.qkv, x), state))
-            x = glue.onto(h, layer.o, attended, layer.attention_out_norm, layer.ffn_norm, layer.gate_up)
+            attended = Given(attend(i, glue.products(layer.qkv, x)))
+            x = glue.onto(h, layer.o, attended, layer.attention_out_norm, layer.ffn_norm, layer.gate_up, 0)
             y = glue.gate(layer.gate_up, x, gelu)
-            x = glue.onto(h, layer.down, y, layer.ffn_out_norm, gain, following)
-        logits = glue.products((self._head,), x)
+            x = glue.onto(h, layer.down, y, layer.ffn_out_norm, gain, following, 1)
+        logits = glue.products((self._head,), x if kept is None else x.some(kept))
         cap = float(self.config.shape["logit_cap"])
         return cap * torch.tanh(logits.float() / cap) if cap else logits
 

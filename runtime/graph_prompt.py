@@ -1,12 +1,15 @@
-"""Prompts of a captured decoder: transformers' modules, as one graph from the second time that a length comes.
+"""Prompts of a captured decoder: by its own layers up to MOST_ROWS tokens, as one graph from the second time that a length
+comes; beyond, and where a window is shorter than the prompt, by transformers' modules.
 
 A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts of up to MOST_ROWS tokens
 are padded to the next multiple of STEP, so that few lengths are captured. Attention is causal, so padding changes nothing in
 the tokens before it. Prompts are padded before their length is captured too: so a prompt takes the same kernels each time.
 
-A replayed prompt gives the logits of one that is not captured up to the rounding of 16-bit numbers: which kernel the library
-takes for a product is its own choice, and a number that rounds otherwise moves those after it. Where torch is told to be
-deterministic (`torch.use_deterministic_algorithms`), prompts are neither padded nor captured.
+The decoder's layers (graph_decoder.py) do in a launch what the modules do in several, keep the residual stream in float32
+and write keys and values where they stay. A replayed prompt gives the logits of one that is not captured up to the rounding
+of 16-bit numbers: which kernel the library takes for a product is its own choice, and a number that rounds otherwise moves
+those after it; the modules' logits differ as much. Where torch is told to be deterministic
+(`torch.use_deterministic_algorithms`), prompts are neither padded nor captured, and run by the modules.
 """
 
 import logging
@@ -43,12 +46,20 @@ class _Prompt:
 
 class Prompts:
     """The prompts of one model on one device. layers: their number; capture: None for prompts as they are; ranks: those that
-    run the model together, None for this process alone."""
+    run the model together, None for this process alone; own: the logits of prompts of up to `longest` tokens by the
+    decoder's layers, of (ids, the place of the last token)."""
 
     def __init__(
-        self, model: Any, layers: int, capture: Callable[[Step], Step] | None, ranks: Ranks | None = None
+        self,
+        model: Any,
+        layers: int,
+        capture: Callable[[Step], Step] | None,
+        ranks: Ranks | None,
+        own: Callable[[Tensor, Tensor], Tensor],
+        longest: int,
     ) -> None:
         self._model, self._layers, self._capture, self._ranks = model, layers, capture, ranks
+        self._own, self._longest = own, longest
         self._seen: Counter[tuple[int, int]] = Counter()
         self._graphs: OrderedDict[tuple[int, int], tuple[_Prompt, Step]] = OrderedDict()
 
@@ -63,7 +74,7 @@ class Prompts:
         filled = min(-(-count // STEP) * STEP, cache.shape[4])
         as_it_is = self._capture is None or torch.are_deterministic_algorithms_enabled()
         if as_it_is or batch * filled > MOST_ROWS:
-            return self._logits(ids, 1, cache)
+            return self._by_modules(ids, 1, cache)
         found = self._captured((batch, filled), cache)
         if found is None:
             last = torch.full((1,), count - 1, device=ids.device)
@@ -125,7 +136,13 @@ class Prompts:
             _log.warning("prompts are not captured: %s", " ".join(str(error).split())[:300])
             return None
 
-    def _logits(self, ids: Tensor, kept: int | Tensor, cache: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, last: Tensor, cache: Tensor) -> Tensor:
+        """After the token at the place `last` of each sequence."""
+        if ids.shape[1] > self._longest:
+            return self._by_modules(ids, last, cache)
+        return self._own(ids, last)
+
+    def _by_modules(self, ids: Tensor, kept: int | Tensor, cache: Tensor) -> Tensor:
         """kept: which logits, as transformers' `logits_to_keep`: one of each sequence."""
         from transformers import DynamicCache
 

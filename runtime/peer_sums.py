@@ -1,4 +1,5 @@
-"""Small all-reduces over the GPUs of one host, which write into each other's memory (kernels/triton/peers.py).
+"""All-reduces over the GPUs of one host, which write into each other's memory: small ones (kernels/triton/peers.py), and of
+two GPUs the rows of a prompt (peer_rows.py).
 
 NCCL takes about ten microseconds for a sum inside of a graph, even a small one, and a token on two GPUs waits for two sums a
 layer (docs/scale.md). The memory is torch's symmetric memory. Where there is none, NCCL makes all sums.
@@ -21,6 +22,7 @@ from nstf.kernels.triton.linear import arch_of, unsuitable
 from nstf.runtime.messages import Told
 
 if TYPE_CHECKING:
+    from nstf.kernels.triton.peer_rows import Twins
     from nstf.kernels.triton.peers import Peers
 
 # Words of 8 bytes that a rank sends to all others for one sum. NCCL makes larger ones.
@@ -35,11 +37,14 @@ class PeerSums:
     """What this GPU needs for sums by memory. One sum at a time: two streams must not sum at once.
 
     peers: for sums with the others. alone: this rank takes the place of all others, in memory of its own, for `Ranks.alone`;
-    the sum is then `ranks` times the values. memory: what must live as long as the addresses in these.
+    the sum is then `ranks` times the values. twins, twins_alone: the same for rows of prompts, of two ranks. memory: what
+    must live as long as the addresses in these.
     """
 
     peers: Peers
     alone: Peers
+    twins: Twins | None
+    twins_alone: Twins | None
     arch: str
     memory: tuple[Any, ...]
 
@@ -115,6 +120,7 @@ def _agreed(ranks: Told, device: torch.device) -> PeerSums | None:
         return None
     assert sums is not None
     right = _adds_right(sums.peers, ranks.size * (ranks.size - 1) // 2, device)
+    right = (sums.twins is None or _rows_right(sums.twins, ranks.rank, 1 - ranks.rank, device)) and right
     return None if b"no" in ranks.tell(b"yes" if right else b"no") else sums
 
 
@@ -139,11 +145,59 @@ def _with_room(ranks: Told, device: torch.device) -> PeerSums:
         calls = torch.zeros(MOST_VALUES // BLOCK, dtype=torch.int32, device=device)
         return Peers(torch.tensor(rooms, dtype=torch.int64, device=device), calls, ranks.rank, ranks.size)
 
-    made = PeerSums(peers(list(handle.buffer_ptrs)), peers(mirrored), arch_of(device), (room, handle, own))
-    if not _adds_right(made.alone, ranks.size * ranks.rank, device):
+    twins, twins_alone, kept = _twins(ranks, device) if ranks.size == 2 else (None, None, ())
+    made = PeerSums(
+        peers(list(handle.buffer_ptrs)), peers(mirrored), twins, twins_alone, arch_of(device),
+        (room, handle, own, *kept),
+    )  # fmt: skip
+    right = _adds_right(made.alone, ranks.size * ranks.rank, device)
+    if not right or (twins_alone and not _rows_right(twins_alone, ranks.rank, ranks.rank, device)):
         raise RuntimeError("sums by memory are wrong on this GPU alone")
     torch.cuda.synchronize(device)
     return made
+
+
+def _twins(ranks: Told, device: torch.device) -> tuple[Twins, Twins, tuple[Any, ...]]:
+    """(rows of prompts with the other rank, without it, what must live as long)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    from nstf.kernels.triton.peer_rows import MOST_ROWS, MOST_VALUES, Twins
+
+    places, words = 2 * MOST_VALUES * 2, 2 * MOST_ROWS * 4
+    room: Tensor = symmetric.empty(places + words, dtype=torch.uint8, device=device)
+    world: Any = dist.group.WORLD
+    handle: Any = symmetric.rendezvous(room, world)
+    room.zero_()
+    there: Tensor = handle.get_buffer(1 - ranks.rank, (places + words,), torch.uint8)
+
+    def parts(memory: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        first, second = memory[:places].view(torch.int16).chunk(2)
+        return (first, second), memory[places:].view(torch.int32).view(2, MOST_ROWS)
+
+    def counts(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    (own, words_here), (theirs, words_there) = parts(room), parts(there)
+    said = counts(2, MOST_ROWS)
+    twins = Twins(own, theirs, words_here, words_there, counts(MOST_ROWS))
+    return twins, Twins(own, own, said, said, counts(MOST_ROWS)), (room, there, handle)
+
+
+def _rows_right(twins: Twins, rank: int, other: int, device: torch.device) -> bool:
+    """As below, of rows. rank: this one's number; other: that of the one who answers."""
+    from nstf.kernels.triton.peer_rows import met_norm
+
+    right, rows, width = True, 96, 512
+    gain = torch.ones(width, device=device)
+    for turn in (0, 1, 0, 1):
+        base = (torch.arange(rows * width, device=device).view(rows, width) + turn) % 13
+        y = (base + rank).to(torch.bfloat16)
+        twins.place(turn, rows, width, y.dtype).copy_(y)
+        h = torch.zeros(rows, width, device=device)
+        with torch.cuda.device(device):
+            met_norm(h, y, gain, 1e-6, twins, turn, arch_of(device))
+        right &= torch.equal(h, (2 * base + rank + other).float())
+    return right
 
 
 def _adds_right(peers: Peers, others: int, device: torch.device) -> bool:

@@ -30,6 +30,7 @@ if dist.is_available():
     import torch.distributed.nn.functional
 
 if TYPE_CHECKING:
+    from nstf.kernels.triton.peer_rows import Twins
     from nstf.kernels.triton.peers import Peers
 
 Result = TypeVar("Result")
@@ -95,6 +96,13 @@ class Ranks:
         if sums is None:
             return None
         return sums.alone if _ALONE.get() else sums.peers
+
+    def twins(self, device: torch.device) -> Twins | None:
+        """What a kernel needs to add rows of a prompt over two ranks; None for more, and as `peers`."""
+        sums = peer_sums.made(self.size, device)
+        if sums is None:
+            return None
+        return sums.twins_alone if _ALONE.get() else sums.twins
 
     def joined(self, part: Tensor, width: int, total: int) -> Tensor:
         """The ranks' parts side by side: [..., up to width] of each -> [..., total]. Only the last ones may be narrower.

@@ -18,6 +18,7 @@ from nstf.kernels.triton.packed import PackedCodes, layout_of
 from nstf.runtime.parameter import EncodedParameter
 
 if TYPE_CHECKING:
+    from nstf.kernels.triton.peer_rows import Twins
     from nstf.kernels.triton.peers import Peers
 
 # Of a whole matrix; every other array has a row for each row of it.
@@ -29,13 +30,15 @@ _PATHS = {"shuffle": shuffle.SEGMENT, "trellis": trellis.SIDE}
 @dataclass(frozen=True)
 class Matrix:
     """A projection: an encoded matrix or a dense one, and its bias. Where this rank has a part of it, whole: the product of
-    all ranks; peers: what the product's last launch needs to sum over ranks, if GPUs can (`SummedLinear.peers`)."""
+    all ranks; peers, twins: what the product's last launch, or the one after it, needs to sum over ranks, if GPUs can
+    (`SummedLinear`)."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
     bias: Tensor | None = None
     whole: Callable[[Tensor], Tensor] | None = None
     peers: Callable[[], "Peers | None"] | None = None
+    twins: Callable[[int, torch.dtype], "Twins | None"] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -64,7 +67,8 @@ def matrix_of(module: Any) -> Matrix:
     bias, whole = module.bias, getattr(module, "product", None)
     if stored is None:
         return Matrix(None, module.weight, bias, whole)
-    return Matrix(stored.encoded, None, bias, whole, getattr(module, "peers", None))
+    met = (getattr(module, name, None) for name in ("peers", "twins"))
+    return Matrix(stored.encoded, None, bias, whole, *met)
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

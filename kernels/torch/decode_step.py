@@ -1,8 +1,8 @@
-"""What a decoder of the Llama family does between its matrices, for one new token of each sequence: plain torch.
+"""What a decoder of the Llama family does between its matrices, for new tokens and for prompts: plain torch.
 
-The definition that kernels/triton/decode_step.py is checked against, and what runs where that cannot. Positions are on the
-device, so that nothing waits for the host: int64 [1] where all sequences are equally long, else [batch, 2], the position of
-each token and the sequence of the cache that it belongs to.
+The definition that kernels/triton/decode_step.py and prompt_heads.py are checked against, and what runs where they cannot.
+Positions of new tokens are on the device, so that nothing waits for the host: int64 [1] where all sequences are equally
+long, else [batch, 2], the position of each token and the sequence of the cache that it belongs to.
 """
 
 from dataclasses import dataclass
@@ -73,39 +73,75 @@ def attend(
     qkv: [batch, width]. bias: f32 [width], of the projections. gains: f32 [size] each, of the norms of q and k. Returns
     [batch, heads * size] in qkv's dtype.
     """
-    batch, size, pairs = len(qkv), shape.size, shape.size // 2
-    numbers = qkv.float() if bias is None else qkv.float() + bias
-    parts = [n * size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    q, k, v = (part.view(batch, -1, size) for part in torch.split(numbers, parts, dim=-1))
-    if gains is not None:
-        q, k = (_norm(x, gain, shape.epsilon) for x, gain in zip((q, k), gains, strict=True))
+    batch, size = len(qkv), shape.size
     slots = position.dim() == 2
     place = position[:, 0] if slots else position
-    cos, sin = (table.index_select(0, place)[:, None] for table in (cache.cos, cache.sin))
-
-    def turned(x: Tensor) -> Tensor:
-        low, high = x[..., :pairs], x[..., pairs:]
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-
+    q, k, v = _turned(qkv, bias, gains, cache, place, shape)
     keys, values = cache.keys, cache.values
     if slots:
         own = position[:, 1]
-        keys[own, :, place] = turned(k).to(keys.dtype)
+        keys[own, :, place] = k.to(keys.dtype)
         values[own, :, place] = v.to(values.dtype)
         keys, values = keys[own], values[own]
     else:
-        keys.index_copy_(2, position, turned(k)[:, :, None].to(keys.dtype))
+        keys.index_copy_(2, position, k[:, :, None].to(keys.dtype))
         values.index_copy_(2, position, v[:, :, None].to(values.dtype))
     at = torch.arange(keys.shape[2], device=qkv.device)
     seen = at <= place[:, None]
     if shape.window:
         seen &= at > place[:, None] - shape.window
-    grouped = turned(q).view(batch, shape.kv_heads, -1, size) * shape.scale
+    grouped = q.view(batch, shape.kv_heads, -1, size) * shape.scale
     scores = grouped @ keys.float().transpose(-1, -2)
     weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(dim=-1)
     # Places that nothing was written to may hold anything, NaN too.
     held = values.float().masked_fill(~seen[:, None, :, None], 0.0)
     return (weights @ held).view(batch, shape.heads * size).to(qkv.dtype)
+
+
+def place(
+    qkv: Tensor,
+    bias: Tensor | None,
+    gains: tuple[Tensor, Tensor] | None,
+    cache: Cache,
+    tokens: int,
+    shape: Heads,
+) -> Tensor:
+    """The queries of prompts of `tokens` each, turned, [batch * tokens, heads, size] in qkv's dtype; keys and values go into
+    the cache, from its first position on.
+
+    qkv: [batch * tokens, width], sequence by sequence. bias, gains: as of `attend`.
+    """
+    at = torch.arange(tokens, device=qkv.device).repeat(len(qkv) // tokens)
+    q, k, v = _turned(qkv, bias, gains, cache, at, shape)
+    for kept, new in ((cache.keys, k), (cache.values, v)):
+        rows = new.view(-1, tokens, shape.kv_heads, shape.size).transpose(1, 2)
+        kept[:, :, :tokens].copy_(rows)
+    return q.to(qkv.dtype)
+
+
+def _turned(
+    qkv: Tensor,
+    bias: Tensor | None,
+    gains: tuple[Tensor, Tensor] | None,
+    cache: Cache,
+    at: Tensor,
+    shape: Heads,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values f32 [rows, heads, size] of tokens at the positions `at`, int64 [rows] or [1]: with bias, norm
+    and rotation."""
+    rows, size, pairs = len(qkv), shape.size, shape.size // 2
+    numbers = qkv.float() if bias is None else qkv.float() + bias
+    parts = [n * size for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    q, k, v = (part.reshape(rows, -1, size) for part in torch.split(numbers, parts, dim=-1))
+    if gains is not None:
+        q, k = (_norm(x, gain, shape.epsilon) for x, gain in zip((q, k), gains, strict=True))
+    cos, sin = (table.index_select(0, at)[:, None] for table in (cache.cos, cache.sin))
+
+    def turned(x: Tensor) -> Tensor:
+        low, high = x[..., :pairs], x[..., pairs:]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    return turned(q), turned(k), v
 
 
 def gate(x: Tensor, gelu: bool) -> Tensor:

@@ -1,5 +1,6 @@
 """When and how wgmma.py runs: the choice of tiles, the launch, and whether this Triton has what it is written in."""
 
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -117,6 +118,7 @@ def wgmma_specs(
                 "row_scale": "*fp32",
                 "table": "*fp16",
                 "y": pointer_type(out),
+                "twin": pointer_type(out),
                 "parts": "*fp32",
                 "flags": "*i32",
                 **dict.fromkeys(("batch", "rows", "cols", "padded"), "i32"),
@@ -125,6 +127,7 @@ def wgmma_specs(
                 **layout_constants(layout),
                 "DTYPE": tl.float16 if half else tl.bfloat16,
                 "PAIRS": pairs,
+                "TWICE": False,
                 "PDL": overlaps(arch),
                 "BM": bm,
                 "BN": bn,
@@ -136,7 +139,7 @@ def wgmma_specs(
                 "WARPS": warps,
             },
             divisible=(
-                *("words", "scale", "zeros", "row_scale", "table", "y", "parts", "flags"),
+                *("words", "scale", "zeros", "row_scale", "table", "y", "twin", "parts", "flags"),
                 *even_sizes(layout),
             ),
             num_warps=warps,
@@ -150,8 +153,15 @@ def wgmma_specs(
     ]
 
 
-def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype | None = None) -> Tensor:
-    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for."""
+def wgmma(
+    x: Tensor,
+    packed: Packed,
+    specs: list[KernelSpec],
+    out: torch.dtype | None = None,
+    twin: Tensor | None = None,
+) -> Tensor:
+    """x [batch, cols] -> y [batch, rows] of `out` (x's dtype when None), as the specs were made for. twin: another place for
+    y as well, which may be in another GPU's memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     (spec,) = specs
@@ -168,8 +178,19 @@ def wgmma(x: Tensor, packed: Packed, specs: list[KernelSpec], out: torch.dtype |
     count = max(2 * processors_of("sm_90"), spec.grid[0] * known["GROUPED"])
     flags = handed_on(x.device, count, torch.int32, "wgmma")
     sizes = (batch, layout.rows, layout.cols, layout.padded)
-    launch(spec, described, *leaf_arguments(packed), y, parts, flags, *sizes)
+    if twin is not None:
+        spec = _twice(spec)
+    launch(spec, described, *leaf_arguments(packed), y, y if twin is None else twin, parts, flags, *sizes)
     return y
+
+
+def _twice(spec: KernelSpec) -> KernelSpec:
+    """The launch that writes Y to two places, made once."""
+    key = "twice"
+    if key not in spec.kept:
+        spec.kept[key] = replace(spec, name=f"{spec.name}_twice", constants={**spec.constants, "TWICE": True})
+    found: KernelSpec = spec.kept[key]
+    return found
 
 
 @cache

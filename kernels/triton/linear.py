@@ -75,6 +75,27 @@ def matmul(x: Tensor, encoded: EncodedTensor) -> Tensor:
         return _matmul(x, encoded, arch_of(x.device))
 
 
+def matmul_twice(x: Tensor, encoded: EncodedTensor, twin: Tensor) -> Tensor:
+    """As `matmul`, and the product is written to `twin` [batch, out] as well, which may be in another GPU's memory: while it
+    is multiplied where the kernel can."""
+    with torch.cuda.device(x.device):
+        leaf, arch = encoded, arch_of(x.device)
+        turned = encoded.tree.kind == "rotated" and not encoded.tree.params.block_out
+        if turned:
+            leaf = children_of(encoded)["x"]
+        if layout_of(leaf) is not None:
+            kernel, made = _choice(leaf, len(x), x.dtype, x.dtype, x.dtype, arch)
+            if kernel == "wgmma":
+                from nstf.kernels.triton.hopper import wgmma
+                from nstf.kernels.triton.rotate import rotate
+
+                inside = rotate(x, encoded.tree.params, 0, x.dtype, arch) if turned else x
+                return wgmma(inside, packed_of(leaf), made, x.dtype, twin)
+        y = _matmul(x, encoded, arch)
+        twin.copy_(y)
+        return y
+
+
 def matmul32(x: Tensor, encoded: EncodedTensor) -> Tensor:
     """As `matmul`, in float32: not rounded to x's dtype, except what goes through factors."""
     with torch.cuda.device(x.device):

@@ -195,6 +195,7 @@ def _multiply(
     row_scale,
     table,
     y,
+    twin,
     parts,
     flags,
     xs,
@@ -222,6 +223,7 @@ def _multiply(
     BIAS: gl.constexpr,
     DTYPE: gl.constexpr,
     PAIRS: gl.constexpr,
+    TWICE: gl.constexpr,
     PDL: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -392,6 +394,20 @@ def _multiply(
             store_turned(
                 y, staged.index(WHICH), acc, first_row, first_line, batch, rows, BM, ROWS, PART, out_layout
             )
+            if TWICE:
+                store_turned(
+                    twin,
+                    staged.index(WHICH),
+                    acc,
+                    first_row,
+                    first_line,
+                    batch,
+                    rows,
+                    BM,
+                    ROWS,
+                    PART,
+                    out_layout,
+                )
         left = first
     async_copy.wait_group(0)
 
@@ -405,6 +421,7 @@ def wgmma_kernel(
     row_scale,  # f32 [rows]
     table,  # f16 [16]
     y,  # [batch, rows]
+    twin,  # another place of Y, such as in another GPU's memory (TWICE)
     parts,  # f32 [programs, GROUPED, BN / GROUPED * BM]: of the tile that a program begins and does not end
     flags,  # i32 [programs, GROUPED]: zeros before and after
     batch,
@@ -423,6 +440,7 @@ def wgmma_kernel(
     BIAS: gl.constexpr,
     DTYPE: gl.constexpr,
     PAIRS: gl.constexpr,  # numbers of 16 bits made two at a time, else through float32
+    TWICE: gl.constexpr,
     PDL: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -468,24 +486,24 @@ def wgmma_kernel(
     left = begin_of(program + 1, programs, units, chunks, SPLIT, LAG)
     if GROUPED == 1:
         _multiply(
-            x, words, scale, zeros, row_scale, table, y, parts, flags, xs, planes, staged, full, empty,
+            x, words, scale, zeros, row_scale, table, y, twin, parts, flags, xs, planes, staged, full, empty,
             begin, left, chunks, down, units, batch, rows, padded,
-            PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, DTYPE, PAIRS, PDL,
+            PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, DTYPE, PAIRS, TWICE, PDL,
             BM, BN, BK, AHEAD, SPLIT, LAG, GROUPED, WARPS, 0,
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x, words, scale, zeros, row_scale, table, y, parts, flags, xs, planes, staged, full, empty,
+                    x, words, scale, zeros, row_scale, table, y, twin, parts, flags, xs, planes, staged, full, empty,
                     begin, left, chunks, down, units, batch, rows, padded,
-                    PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, DTYPE, PAIRS, PDL,
+                    PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, DTYPE, PAIRS, TWICE, PDL,
                     BM, BN, BK, AHEAD, SPLIT, LAG, GROUPED, WARPS, 0,
                 )),
                 (_multiply, (
-                    x, words, scale, zeros, row_scale, table, y, parts, flags, xs, planes, staged, full, empty,
+                    x, words, scale, zeros, row_scale, table, y, twin, parts, flags, xs, planes, staged, full, empty,
                     begin, left, chunks, down, units, batch, rows, padded,
-                    PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, DTYPE, PAIRS, PDL,
+                    PLANES, SHIFTS, BITS, ZERO, GROUP, GROUPS, SCALES, MODE, EXPONENT, BIAS, DTYPE, PAIRS, TWICE, PDL,
                     BM, BN, BK, AHEAD, SPLIT, LAG, GROUPED, WARPS, 1,
                 )),
             ],

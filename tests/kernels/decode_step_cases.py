@@ -45,6 +45,13 @@ ATTENTION = {
         (90,), 128, 4, 2, 16, 20, True, True, batch=2, slots=(1, 0)
     ),
 }
+# Prompts; the largest number of `positions` is that of their tokens.
+PROMPTS = {
+    "prompts": Attention((5,), 8, 8, 2, 16, batch=2),
+    "prompts with norms and biases": Attention((3,), 4, 6, 2, 24, norm=True, bias=True, batch=2),
+    "prompts with more heads than a program's": Attention((2,), 4, 70, 35, 32, bias=True),
+    "prompts in bfloat16": Attention((9,), 16, 4, 1, 32, dtype="bfloat16"),
+}
 # Rounding of the result, and of the products of queries and keys, in each dtype: of the largest value.
 LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 
@@ -94,6 +101,43 @@ def attention_error(case: Attention, device: str) -> float:
     return worst
 
 
+def prompt_error(case: Attention, device: str) -> float:
+    """The largest error of queries and caches, relative to the largest value; inf where other places were written to."""
+    from nstf.kernels.triton.linear import arch_of
+    from nstf.kernels.triton.prompt_heads import place
+
+    generator = torch.Generator().manual_seed(0)
+    dtype, tokens = getattr(torch, case.dtype), max(case.positions)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    shape = Heads(case.heads, case.kv_heads, case.size, case.size**-0.5)
+    angles = torch.outer(torch.arange(case.capacity).float(), 0.5 ** torch.arange(case.size // 2).float())
+    room = torch.full((case.batch, case.kv_heads, case.capacity, case.size), float("nan"), dtype=dtype)
+    cache = Cache(room.clone(), room.clone(), angles.cos(), angles.sin())
+    there = Cache(*(t.to(device) for t in (room.clone(), room.clone(), angles.cos(), angles.sin())))
+    bias = random(shape.width) if case.bias else None
+    gains = (random(case.size), random(case.size)) if case.norm else None
+    qkv = random(case.batch * tokens, shape.width).to(dtype)
+    wanted = reference.place(qkv, bias, gains, cache, tokens, shape)
+    found = place(
+        qkv.to(device), None if bias is None else bias.to(device),
+        None if gains is None else (gains[0].to(device), gains[1].to(device)),
+        there, tokens, shape, arch_of(torch.device(device)),
+    )  # fmt: skip
+    if not bool(there.keys[:, :, tokens:].isnan().all() and there.values[:, :, tokens:].isnan().all()):
+        return float("inf")
+    pairs = ((found, wanted), (there.keys, cache.keys), (there.values, cache.values))
+    errors = [
+        _relative(mine[..., :tokens, :].float(), theirs[..., :tokens, :].float())
+        if mine.dim() == 4
+        else _relative(mine.float(), theirs.float())
+        for mine, theirs in pairs
+    ]
+    return float("inf") if any(e != e for e in errors) else max(errors)
+
+
 def others(device: str) -> dict[str, float]:
     """Errors of norms and gates, each relative to the largest value."""
     from nstf.kernels.triton import decode_step
@@ -115,9 +159,9 @@ def others(device: str) -> dict[str, float]:
             )  # fmt: skip
             name = f"norm {size}{' add' if more is not None else ''}{' out' if last is not None else ''}"
             found[name] = max(_relative(x, wanted), _relative(mine, theirs))
-    for gelu in (False, True):
-        x = 3 * torch.randn(3, 2 * 700, generator=generator)
-        found[f"gate gelu={gelu}"] = _relative(
+    for gelu, rows in ((False, 3), (True, 3), (False, 20)):
+        x = 3 * torch.randn(rows, 2 * 700, generator=generator)
+        found[f"gate gelu={gelu}, {rows}"] = _relative(
             decode_step.gate(x.to(device), gelu, arch), reference.gate(x, gelu)
         )
     return found
@@ -157,11 +201,13 @@ def errors(device: str) -> dict[str, float]:
         f"likeliest of {vocab}, {dtype}": wrong_choices(vocab, dtype, device)
         for vocab, dtype in ((112, torch.float32), (5000, torch.float16), (49152, torch.bfloat16))
     }
-    return attention | others(device) | chosen
+    prompts = {name: prompt_error(case, device) for name, case in PROMPTS.items()}
+    return attention | prompts | others(device) | chosen
 
 
 def limit(name: str) -> float:
-    return LIMITS[ATTENTION[name].dtype] if name in ATTENTION else 1e-5
+    cases = ATTENTION | PROMPTS
+    return LIMITS[cases[name].dtype] if name in cases else 1e-5
 
 
 def main() -> None:

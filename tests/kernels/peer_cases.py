@@ -9,7 +9,10 @@ import json
 import torch
 from torch import Tensor
 
+from nstf.kernels.torch.decode_step import add_norm
 from nstf.kernels.triton.ending import Ending, Meeting
+from nstf.kernels.triton.peer_rows import MOST_ROWS, Twins, met_norm
+from nstf.kernels.triton.peer_rows import MOST_VALUES as MOST_VALUES16
 from nstf.kernels.triton.peers import BLOCK, MOST_VALUES, Peers, peer_sum
 from nstf.kernels.triton.sums import ended, ending_spec
 
@@ -101,6 +104,32 @@ def an_ending_sums(batch: int, rows: int) -> bool:
     return right
 
 
+def rows_are_added(rows: int, size: int, out_gain: bool) -> bool:
+    """Rows of a prompt onto the residual stream, as `add_norm` does of both parts; the other's were there before."""
+    random = torch.Generator().manual_seed(rows)
+    own = (torch.full((MOST_VALUES16,), 77, dtype=torch.int16), torch.zeros(MOST_VALUES16, dtype=torch.int16))
+    theirs = (torch.zeros_like(own[0]), torch.zeros_like(own[1]))
+    words, said, calls = (torch.zeros(2, MOST_ROWS, dtype=torch.int32) for _ in range(3))
+    twins = Twins(own, theirs, words, said, calls[0])
+    gain, second = (torch.rand(size, generator=random) + 0.5 for _ in range(2))
+    right = True
+    for call, turn in enumerate((0, 1, 0), start=1):
+        y, other = (torch.randn(rows, size, generator=random).to(torch.float16) for _ in range(2))
+        own[turn][: y.numel()] = other.flatten().view(torch.int16)
+        words[turn, :rows] = call
+        h = torch.randn(rows, size, generator=random)
+        stream, after = h.clone(), second if out_gain else None
+        twins.place(turn, rows, size, y.dtype).copy_(y)
+        x = met_norm(h, y, gain, 1e-5, twins, turn, "sm_90", after)
+        total = (y.float() + other.float()).half()
+        expected = add_norm(stream, total, gain, 1e-5, torch.float16, after)
+        right &= torch.allclose(h, stream, atol=1e-6) and torch.allclose(x, expected, atol=2e-3, rtol=2e-3)
+        right &= torch.equal(theirs[turn][: y.numel()].view(torch.float16), y.flatten())
+        right &= bool((said[turn, :rows] == call).all()) and not bool(said[turn, rows:].any())
+        right &= bool((calls[0, :rows] == call).all()) and not bool(calls[0, rows:].any())
+    return right
+
+
 def main() -> None:
     import quick_interpreter
 
@@ -115,6 +144,7 @@ def main() -> None:
     found |= {
         f"ending, {batch} x {rows}": an_ending_sums(batch, rows) for batch, rows in ((1, 512), (3, 300))
     }
+    found |= {f"rows of {n}, {g}": rows_are_added(3, n, g) for n, g in ((64, False), (40, True))}
     print(json.dumps(found))
 
 

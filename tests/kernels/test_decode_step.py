@@ -20,6 +20,7 @@ from nstf.kernels.triton.aot import compile_spec
 from nstf.kernels.triton.architecture import ARCHITECTURES, architecture
 from nstf.kernels.triton.decode_step import attend_spec, gate_spec, norm_spec
 from nstf.kernels.triton.likeliest import likeliest_spec
+from nstf.kernels.triton.prompt_heads import place_spec
 
 
 def test_the_interpreted_kernels_do_what_the_torch_functions_do() -> None:
@@ -28,7 +29,7 @@ def test_the_interpreted_kernels_do_what_the_torch_functions_do() -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert set(found) >= set(decode_step_cases.ATTENTION) and len(found) == 24
+    assert set(found) >= set(decode_step_cases.ATTENTION) and len(found) == 29
     assert {name: e for name, e in found.items() if not e < decode_step_cases.limit(name)} == {}
 
 
@@ -60,13 +61,17 @@ def test_attention_leaves_the_first_level_cache_as_it_is(batch: int, size: int) 
 
 @pytest.mark.parametrize(
     ("kernel", "target"),
-    diagonal(("attend", "norm", "gate", "likeliest", "attend in a window", "attend in slots"), ARCHITECTURES),
+    diagonal(
+        ("attend", "norm", "gate", "likeliest", "attend in a window", "attend in slots", "place"),
+        ARCHITECTURES,
+    ),
 )
 def test_the_kernels_keep_their_promises(kernel: str, target: str) -> None:
     row, dtype = architecture(target), torch.bfloat16
     spec = {
         "norm": norm_spec(1, 4096, dtype, target, dtype),
         "gate": gate_spec(1, 14336, dtype, False, target),
+        "place": place_spec(512, Heads(32, 8, 128, 0.1), 512, 1024, dtype, True, True, target),
         "likeliest": likeliest_spec(1, 128256, dtype, target),
         "attend": attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
         "attend in a window": attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),

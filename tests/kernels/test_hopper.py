@@ -75,6 +75,14 @@ def test_compiled_kernels_keep_their_promises(
     assert waits <= spec.constants["GROUPED"], "waits for all products after each"
 
 
+def test_a_product_that_is_written_twice_keeps_them_too(samples: Any) -> None:
+    layout = layout_of(hollow(trees(samples)["int4"], (8192, 4096)))
+    (spec,) = hopper.wgmma_specs(layout, 512, torch.bfloat16, "sm_90")
+    both = hopper._twice(spec)
+    assert both is hopper._twice(spec) and both.name != spec.name
+    assert gates.check(both, aot.compile_spec(both, ROW).report("sm_90"), ROW) == []
+
+
 def test_it_takes_large_matrices_on_hopper_alone(samples: Any) -> None:
     int4, grid = (layout_of(hollow(trees(samples)[n], (14336, 4096))) for n in ("int4", "grid"))
     half = torch.bfloat16
@@ -287,3 +295,5 @@ def compare(
     for _ in range(5):
         again = hopper.wgmma(x, packed, specs, out)
         assert torch.equal(y, again), f"{name}: sums depend on who comes first"
+    twin = torch.zeros_like(y)
+    assert torch.equal(hopper.wgmma(x, packed, specs, out, twin), y) and torch.equal(twin, y)

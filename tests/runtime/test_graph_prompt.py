@@ -87,9 +87,7 @@ def test_long_prompts_are_neither_filled_up_nor_captured(
     monkeypatch.setattr(graph_prompt, "MOST_ROWS", 2 * STEP)
     model, capture = loaded(tiny, tmp_path), Capture()
     decoder, seen = Decoder(model, capture), []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
     with torch.no_grad():
         for ids in (ids_of(30), ids_of(30, 3), ids_of(30, 3)):
             decoder.prompt(ids)
@@ -212,9 +210,7 @@ def test_deterministic_prompts_run_as_they_are(tiny: ModuleType, tmp_path: Path)
     """Replayed and not replayed they could round differently."""
     model, capture = loaded(tiny, tmp_path), Capture()
     decoder, seen = Decoder(model, capture), []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
     torch.use_deterministic_algorithms(True)
     try:
         with torch.no_grad():

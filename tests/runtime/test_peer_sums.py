@@ -15,6 +15,49 @@ from nstf.runtime import peer_sums
 from nstf.runtime.ranks import Ranks
 
 
+def rows_of_prompts(ranks: Ranks, device: torch.device) -> list[str]:
+    """Many sums in turn, with a graph, with work of unlike lengths between them: neither rank may overtake the other."""
+    from nstf.kernels.triton.peer_rows import met_norm
+
+    twins = ranks.twins(device)
+    if twins is None:
+        return ["no sums of rows"]
+    rows, size = 512, 4096
+    gain, h = torch.ones(size, device=device), torch.zeros(rows, size, device=device)
+    y = torch.empty(rows, size, dtype=torch.bfloat16, device=device)
+    busy, count = torch.randn(2048, 2048, device=device), torch.zeros(1, device=device)
+
+    def step() -> None:
+        for i in range(6):
+            if (i + ranks.rank) % 3 == 0:
+                busy.matmul(busy)
+            count.add_(1)
+            y.copy_((count * (ranks.rank + 1)).remainder(101).expand_as(y))
+            twins.place(i % 2, rows, size, y.dtype).copy_(y)
+            met_norm(h, y, gain, 1e-6, twins, i % 2, "sm_90")
+            h.remainder_(1009)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    h.zero_()
+    count.zero_()
+    torch.cuda.synchronize()
+    value = at = 0
+    for turn in range(200):
+        graph.replay()
+        for _ in range(6):
+            at += 1
+            value = (value + at % 101 + 2 * at % 101) % 1009
+        if not bool((h == value).all()):
+            return [f"rows, replay {turn}"]
+    return []
+
+
 def on_two_cards(rank: int, port: int, results: Path) -> None:
     """What a rank finds wrong, one line each."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -50,6 +93,7 @@ def on_two_cards(rank: int, port: int, results: Path) -> None:
     with ranks.alone():
         ranks.sum(torch.ones(300, device=device))
         ranks.joined(torch.ones(3, device=device), 3, 5)
+    wrong += rows_of_prompts(ranks, device)
     # Inside of a graph, with work of unlike lengths between sums: neither rank may overtake the other.
     x = torch.zeros(5000, device=device)
     busy = torch.randn(1024, 1024, device=device)
@@ -152,7 +196,9 @@ def test_ranks_need_a_gpu_each_on_one_host(
     monkeypatch.setattr(peer_sums, "arch_of", lambda device: "sm_90")
     monkeypatch.setattr(peer_sums, "_host", lambda: "host")
     monkeypatch.setattr(peer_sums.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(peer_sums, "_with_room", lambda *given: made.append(1) or SimpleNamespace(peers=None))
+    monkeypatch.setattr(
+        peer_sums, "_with_room", lambda *given: made.append(1) or SimpleNamespace(peers=None, twins=None)
+    )
     monkeypatch.setattr(peer_sums, "_adds_right", lambda *given: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
