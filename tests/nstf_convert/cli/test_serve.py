@@ -80,7 +80,7 @@ def test_the_loopback_by_another_name_refuses_names_of_web_pages(artifact: Path)
             connection.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_server_after_the_answers(artifact: Path, number: signal.Signals) -> None:
     pytest.importorskip("uvicorn")
     with process("serve", artifact, "--port", 0, "--threads", 1, NSTF_API_KEY="abc") as server:
@@ -122,7 +122,7 @@ def test_a_thread_that_never_ends_does_not_keep_the_server(artifact: Path) -> No
         assert "Traceback" not in server.stderr.read()
 
 
-@pytest.mark.parametrize("gap", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("gap", [0.02, *(pytest.param(gap, marks=pytest.mark.slow) for gap in (0.0, 0.1))])
 def test_a_second_ctrl_c_writes_no_traceback(artifact: Path, gap: float) -> None:
     pytest.importorskip("uvicorn")
     with process("serve", artifact, "--port", 0, "--threads", 1) as server:

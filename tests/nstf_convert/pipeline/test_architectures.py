@@ -279,7 +279,7 @@ def texts_and_images() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("architecture", ["CLIP", "Siglip"])
+@pytest.mark.parametrize("architecture", ["CLIP", pytest.param("Siglip", marks=pytest.mark.slow)])
 def test_a_model_of_text_and_images_asks_for_both(architecture: str, chosen, tmp_path) -> None:
     """It ended in an AttributeError of transformers, for what was made up is a text alone."""
     folder = saved(tmp_path / "m", f"{architecture}Model", f"{architecture}Config", IMAGES_AND_TEXT)

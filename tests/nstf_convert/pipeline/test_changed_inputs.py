@@ -121,7 +121,7 @@ def test_a_checkpoint_that_is_written_into_meanwhile_is_no_model(
     assert not chosen.output.exists()
 
 
-@pytest.mark.parametrize("end", [UsageError, KeyboardInterrupt])
+@pytest.mark.parametrize("end", [UsageError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 def test_what_was_made_of_a_checkpoint_that_was_written_into_is_not_resumed(
     options, small, tmp_path, monkeypatch, end: type[BaseException]
 ) -> None:

@@ -87,7 +87,7 @@ def test_two_processes_share_a_calibration_and_leave_the_same_bytes(
     assert "failed" not in caplog.text
 
 
-@pytest.mark.parametrize("step", ["gradients", "hessians"])
+@pytest.mark.parametrize("step", [pytest.param("gradients", marks=pytest.mark.slow), "hessians"])
 def test_a_helper_that_dies_in_a_calibration_costs_a_warning(
     step, small, in_small_batches, two_devices, counted, monkeypatch, tmp_path, caplog
 ) -> None:
