@@ -24,6 +24,7 @@ from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.runtime import citizen, folder
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.handed_on import files_for_others
+from nstf.runtime.memory_limit import memory_ended
 
 VERSION = 1
 
@@ -138,8 +139,18 @@ def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
         raise UnsupportedError(f"{artifact.path}: transformers saves no {type(model).__name__}")
     for name, content in files_for_others(artifact):
         (folder / name).write_bytes(content)
-    with _no_bar():
-        model.save_pretrained(folder, max_shard_size=shard_bytes)
+    try:
+        with _no_bar():
+            model.save_pretrained(folder, max_shard_size=shard_bytes)
+    except (OSError, NstfError):
+        raise
+    except Exception as error:  # of many classes, from settings that transformers takes when it opens a model
+        if memory_ended(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedError(
+            f"{artifact.path}: transformers does not save a model with this config ({reason}): export to another target"
+        ) from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # Endings of ours: nobody reads such a file as part of a folder of models or texts.
 _OURS = (".nstf", ".nstfk", ".html", ".svg", ".xml", ".calibration")
 # What a run writes into its work directory beside the results in folders, and discards there.
-RESULTS = re.compile(r"(?:calibration|float32|heal-[0-9a-f]{16})\.safetensors|job\.json")
+RESULTS = re.compile(r"(?:calibration|profiled|float32|heal-[0-9a-f]{16})\.safetensors|job\.json")
 # What else a run makes there.
 _KEPT = frozenset(("lock", "store", "pieces", "claims"))
 

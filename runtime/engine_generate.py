@@ -23,13 +23,19 @@ _log = logging.getLogger("nstf")
 FURTHER = frozenset({"min_p", "repetition_penalty"})
 
 
-def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = None) -> None:
+def use_engine(
+    model: Any,
+    build: Callable[[bool], Any],
+    ranks: Ranks | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Makes `model.generate` try the engine first. build(as_loaded): makes the Engine at the first call that can use it, and
     anew where encoded arrays were written into since; as_loaded: whether they still are what the file holds.
 
     A model that the engine does not run, or that was changed after loading (another parameter, a wrapped module, a
     hook), keeps transformers' `generate`; so does a second caller while the first one's sequence is under way. ranks: of a
-    divided model, which ask each other at every call: all use their engines, or none does.
+    divided model, which ask each other at every call: all use their engines, or none does. check: raises NstfError where
+    the file was changed since it was opened, which would otherwise pass for one that the engine does not run.
     """
     slot = model.nstf_engine = Slot()
     before, loaded = fingerprint(model), array_versions(model)
@@ -40,7 +46,7 @@ def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = N
         known = request is not None and self is model and fingerprint(self) == before
         taken = known and slot.lock.acquire(blocking=False)
         try:
-            engine = _ready(slot, model, build, loaded, request) if taken else None
+            engine = _ready(slot, model, build, loaded, request, check) if taken else None
             # At every call: a hook on one rank sends all through modules. The engine stays for calls without it.
             if ranks is not None and not ranks.all_can(engine is not None):
                 engine = None
@@ -55,10 +61,18 @@ def use_engine(model: Any, build: Callable[[bool], Any], ranks: Ranks | None = N
     model.generate = MethodType(torch.no_grad()(generate), model)
 
 
-def _ready(slot: Slot, model: Any, build: Callable[[bool], Any], loaded: Any, request: Any) -> Any:
+def _ready(
+    slot: Slot,
+    model: Any,
+    build: Callable[[bool], Any],
+    loaded: Any,
+    request: Any,
+    check: Callable[[], None],
+) -> Any:
     """The engine with room for a request, or None. loaded: the versions of arrays that the file holds."""
     versions = array_versions(model)
     if not slot.tried or slot.versions != versions:
+        check()
         slot.engine, slot.tried, slot.versions = None, True, versions
         try:
             slot.engine = build(versions == loaded)

@@ -34,21 +34,28 @@ def _asking_nothing(config: dict[str, Any]) -> dict[str, Any]:
     """A config without what leads to code or to a repository. transformers asks the hub for a backbone's name: in its place
     stands the config that opening the artifact makes of it, without asking."""
     kept: dict[str, Any] = harmless(config)
-    if _without_backbones(kept) == kept:
+    of_timm = set(config.get("architectures") or ()) <= {"TimmBackbone"}
+    if _without_backbones(kept, of_timm) == kept:
         return kept
     try:
         kept = harmless(complete_config(config))
     except NstfError:
         pass  # a model that transformers does not make: its config goes without the name
-    without: dict[str, Any] = _without_backbones(kept)
+    without: dict[str, Any] = _without_backbones(kept, of_timm)
     return without
 
 
-def _without_backbones(value: Any) -> Any:
-    """A config without names of backbones, but for those of `timm`, whose own configs they are and ask for nothing."""
+def _without_backbones(value: Any, may_be_timms: bool) -> Any:
+    """A config without names of backbones, but for those of `timm`, whose own configs they are and ask for nothing. That a
+    config is one of those is its own word, which transformers goes by in two places alone: may_be_timms."""
     if isinstance(value, list):
-        return [_without_backbones(item) for item in value]
+        return [_without_backbones(item, False) for item in value]
     if not isinstance(value, dict):
         return value
-    named = isinstance(value.get("backbone"), str) and value.get("model_type") != "timm_backbone"
-    return {k: _without_backbones(v) for k, v in value.items() if not (named and k == "backbone")}
+    of_timm = may_be_timms and value.get("model_type") == "timm_backbone"
+    named = isinstance(value.get("backbone"), str) and not of_timm
+    return {
+        k: _without_backbones(v, k == "backbone_config")
+        for k, v in value.items()
+        if not (named and k == "backbone")
+    }

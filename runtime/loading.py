@@ -187,7 +187,7 @@ def _load(
         def build(as_loaded: bool) -> Engine:
             return _engine(artifact, engine == "exact", kv_cache, attention, None if as_loaded else False)
 
-        use_engine(model, build)
+        use_engine(model, build, check=artifact.check_unchanged)
     elif generates and device.type == "cuda":
         from nstf.runtime.graph_generate import use_graphs
 

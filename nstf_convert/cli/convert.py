@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from nstf.errors import NstfError, UsageError
+from nstf.runtime.artifact.atomic_file import AppearedError
 from nstf.runtime.imports import uncollected
 from nstf_convert.cli import options
 from nstf_convert.cli.attention import chosen_pairs
@@ -103,7 +104,8 @@ def convert(
     try:
         result = pipeline.convert(chosen, write_reports)
     except (KeyboardInterrupt, OSError, NstfError) as error:
-        if _identity(output) == before:
+        # Nor is it complete where something else took its name, or took it away.
+        if _identity(output) in (before, None) or not output.is_file() or isinstance(error, AppearedError):
             raise
         raise _complete(output, error, bool(report)) from error
     if json:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SHORTEST_NAME = 24
+LONGEST_NAME = 32
 
 
 def print_json(data: Any) -> None:
@@ -48,9 +49,11 @@ def print_pairs(title: str, pairs: Sequence[tuple[str, object]]) -> None:
 
     if title:
         typer.echo(title)
-    width = max((len(name) for name, _ in pairs), default=0)
+    names = [clean(name) for name, _ in pairs]
+    # Of names that a file states: longer ones move their own value to the right.
+    width = min(max(map(len, names), default=0), LONGEST_NAME)
     columns = max(60, terminal_width())
-    for name, value in pairs:
+    for name, (_, value) in zip(names, pairs, strict=True):
         lines = textwrap.wrap(clean(value), columns - width - 4, break_on_hyphens=False) or ["-"]
         typer.echo(f"  {name:<{width}}  {lines[0]}")
         for line in lines[1:]:

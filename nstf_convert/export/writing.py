@@ -41,6 +41,13 @@ def check_destination(
 ) -> None:
     """Raises UsageError for a place where the export cannot go, before anything is read. single_file: it is a file, and
     names: of those that are written beside it."""
+    if single_file:
+        try:
+            output.name.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{output}: the name is not UTF-8, as this format needs it: choose another"
+            ) from error
     folder = output.resolve().parent  # where a link leads
     if not folder.is_dir():
         raise UsageError(f"the folder {folder} does not exist: create it, or give another output")

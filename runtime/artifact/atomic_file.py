@@ -85,10 +85,14 @@ def place(temporary: Path, path: Path, keep: bool) -> None:
         raise appeared(path)
 
 
-def appeared(path: Path) -> NstfError:
-    """What is said of an output that was not there when the work for it began. No UsageError: with those a work directory
-    goes, and this one is worth hours."""
-    return NstfError(
+class AppearedError(NstfError):
+    """An output was not there when the work for it began. No UsageError: with those a work directory goes, and this one is
+    worth hours."""
+
+
+def appeared(path: Path) -> AppearedError:
+    """What is said of such an output."""
+    return AppearedError(
         f"{path} was written by something else meanwhile, and stays: move it and run the same again, which goes on from "
         "here, or `force`"
     )

@@ -190,6 +190,21 @@ def test_a_model_that_computes_no_numbers_says_so(tmp_path: Path, engine: str, t
         list(stream(load(path, engine=engine), tokenizer, "a a", 4, temperature))
 
 
+def test_a_change_before_the_first_token_is_no_reason_to_go_on_without_the_engine(
+    made: Callable[..., Path],
+) -> None:
+    """What was written into the mapped file was no config: the engine could not be made, and modules gave other tokens."""
+    path = made(LLAMA, generation_config=b"{}")
+    model: Any = load(path, verify=False)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(os.urandom(path.stat().st_size - file.tell()))
+    os.utime(path, ns=(1, 1))
+    for _ in range(2):
+        with pytest.raises(NstfError, match="changed since it was opened"):
+            model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False)
+
+
 def test_a_change_is_noticed_from_another_folder(
     made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,8 +321,7 @@ def test_no_repository_of_a_backbones_name_is_looked_for(
 def test_exports_hand_on_no_name_that_is_asked_for_on_the_hub(
     kind: str, inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub.constants
-    from transformers import AutoConfig, backbone_utils
+    from transformers import AutoConfig
 
     config = {"architectures": [kind], "backbone": "gpt2", **BACKBONES[kind]}
     if inside:
@@ -330,6 +329,19 @@ def test_exports_hand_on_no_name_that_is_asked_for_on_the_hub(
         config = {**llava, "vision_config": config}
     path = tokenizer(tmp_path / "m.nstf", config, {})
     assert run(["export", str(path), "-o", str(tmp_path / "out")]) == 0
+    asked = asked_of_the_hub(monkeypatch)
+    found = AutoConfig.from_pretrained(tmp_path / "out")
+    assert asked == []
+    own = found.vision_config if inside else found
+    # The name stays where nothing is asked for by it.
+    assert own.backbone_config.model_type == "timm_backbone" and own.backbone_config.backbone == "gpt2"
+
+
+def asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of backbones that transformers asks the hub for from now on."""
+    import huggingface_hub.constants
+    from transformers import backbone_utils
+
     asked: list[str] = []
 
     class Hub:
@@ -340,11 +352,34 @@ def test_exports_hand_on_no_name_that_is_asked_for_on_the_hub(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(backbone_utils, "hf_api", Hub, raising=False)
     monkeypatch.setattr(backbone_utils, "repo_exists", lambda name, **_: asked.append(name), raising=False)
-    found = AutoConfig.from_pretrained(tmp_path / "out")
+    return asked
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "timm_backbone", "architectures": ["UperNetForSemanticSegmentation"], "backbone": "gpt2"},
+        {"model_type": "sam3", "architectures": ["Sam3Model"],
+         "vision_config": {"model_type": "timm_backbone", "backbone": "gpt2"}},
+    ],
+)  # fmt: skip
+def test_that_a_config_is_timms_is_not_its_own_word(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class that an export names for it, and sam3's own, made another config of it, and asked the hub for the name."""
+    import transformers
+
+    path = tokenizer(tmp_path / "m.nstf", config, {})
+    assert run(["export", str(path), "-o", str(tmp_path / "out")]) == 0
+    asked = asked_of_the_hub(monkeypatch)
+    named: Any = getattr(transformers, config["architectures"][0])
+    for kind in (named.config_class, transformers.AutoConfig):
+        kind.from_pretrained(tmp_path / "out")
     assert asked == []
-    own = found.vision_config if inside else found
-    # The name stays where nothing is asked for by it.
-    assert own.backbone_config.model_type == "timm_backbone" and own.backbone_config.backbone == "gpt2"
+    own = {**config, "architectures": ["TimmBackbone"], "model_type": "timm_backbone", "backbone": "gpt2"}
+    path = tokenizer(tmp_path / "own.nstf", own, {})
+    assert run(["export", str(path), "-o", str(tmp_path / "own")]) == 0
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["backbone"] == "gpt2"
 
 
 def tokenizer(path: Path, config: dict[str, Any], settings: dict[str, Any]) -> Path:

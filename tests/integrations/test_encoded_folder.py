@@ -195,6 +195,22 @@ def test_the_command_writes_such_a_folder_with_its_tokenizer(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("stated", [{"output_attentions": True}, {"save_pretrained": "x"}])
+def test_a_config_that_transformers_does_not_save_is_one_line(
+    stated: dict[str, Any], tiny: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
+    """It was an error that nobody foresaw; the model runs, and other targets take it."""
+    from nstf_convert.cli import run
+
+    model = tiny.new_model("LlamaForCausalLM")
+    config = {**model.config.to_dict(), **stated}
+    path = tiny.write(tmp_path, model, {"config.json": json.dumps(config, default=str).encode()})
+    folder = tmp_path / "folder"
+    assert run(["export", str(path), "--to", "transformers", "-o", str(folder)]) == 6
+    assert "transformers does not save a model with this config" in capsys.readouterr().err
+    assert not folder.exists() and run(["export", str(path), "-o", str(folder)]) == 0
+
+
 def test_a_file_that_is_replaced_while_it_is_exported_is_not_mixed_with_the_new_one(
     tiny: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,11 +107,10 @@ def _sources(session: Session) -> Mapping[str, Iterable[str]]:
     return {"code": texts.standard_library(), "prose": ["\n\n".join(texts.prose())]}
 
 
-def write_with_profile(session: Session, source: TensorFile, path: Path, keep: bool) -> None:
-    """A calibration file with everything of `source` and the attention profile of the session. keep: what has the name by
-    then stays, and NstfError is raised."""
+def write_with_profile(session: Session, source: TensorFile, path: Path) -> None:
+    """A calibration file with everything of `source` and the attention profile of the session."""
     tensors, facts = _packed(find_profile(session))
-    with TensorFileWriter(path, keep) as writer:
+    with TensorFileWriter(path) as writer:
         for name in sorted(source.names()):
             writer.add(name, source.get(name))
         for name, value in tensors.items():

@@ -12,6 +12,9 @@ from nstf_convert.pipeline.attention.plan import write_with_profile
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session
 
+# In the work directory: the calibration with the attention profile.
+PROFILED = "profiled.safetensors"
+
 
 def calibrate(options: ConvertOptions) -> Path:
     """Writes the calibration file at `options.output`. Raises UnsupportedError for a model that cannot be run."""
@@ -25,12 +28,14 @@ def calibrate(options: ConvertOptions) -> Path:
         if session.calibration is None:
             raise UnsupportedError(f"{options.model} cannot be calibrated: {session.model_reason}")
         made = session.calibration.path
+        if options.context is not None:
+            # There, so that what a kill leaves is found by the next run.
+            profiled = session.work.path / PROFILED
+            write_with_profile(session, session.calibration, profiled)
+            made = profiled
         session.job.check_checkpoint()
         check_still_free(options.output, options.force)
         keep = not options.force
-        if options.context is not None:
-            write_with_profile(session, session.calibration, options.output, keep)
-            return options.output
         try:
             with made.open("rb") as file, replacing(options.output, made.stat().st_size, keep) as out:
                 at = 0

@@ -50,13 +50,13 @@ def short(value: Any) -> str:
 
 def check_metadata(facts: Mapping[str, Any]) -> None:
     """Raises Problem for metadata that nstf does not write; what `attention` says is for `check_attention`."""
-    keys(facts, "its metadata", KEYS, {"attention", "job"})
+    keys(facts, "its metadata", KEYS, {"attention", "job", "tokenizer"})
     for name in COUNTS:
         count(facts[name], name)
     count(facts["seed"], "seed", 0, 2**64)
     if not isinstance(facts["language"], bool):
         raise Problem(f"language is {short(facts['language'])}")
-    for name in ("identity", "held_out_digest", "checkpoint", *({"job"} & facts.keys())):
+    for name in ("identity", "held_out_digest", "checkpoint", *sorted({"job", "tokenizer"} & facts.keys())):
         if not re.fullmatch("[0-9a-f]{64}", text(facts[name], name)):
             raise Problem(f"{name} is {short(facts[name])}")
     text(facts["device"], "device")

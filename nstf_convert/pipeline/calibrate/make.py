@@ -79,6 +79,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     facts = {
         "version": CALIBRATION_VERSION,
         "checkpoint": session.checkpoint.fingerprint(),
+        "tokenizer": session.job.parts["tokenizer"],
         "seed": options.seed,
         "device": session.device.type,
         "gradient_windows": data.read,
@@ -190,6 +191,10 @@ def _given(session: "Session", path: Path) -> TensorFile:
         raise UsageError(f"the calibration file {path} was written by another version of nstf: {again}")
     if file.metadata.get("checkpoint") != session.checkpoint.fingerprint():
         raise UsageError(f"the calibration file {path} belongs to another model: {again}")
+    # Files of earlier versions do not say; what is read by no tokenizer has none.
+    own = session.job.parts["tokenizer"]
+    if file.metadata.get("tokenizer", own) != own:
+        raise UsageError(f"the calibration file {path} was made with another tokenizer: {again}")
     if session.model is None:
         raise UsageError(
             f"a calibration file says nothing of a model that cannot be run ({session.model_reason})"

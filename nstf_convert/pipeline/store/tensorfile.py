@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
-from nstf.runtime.artifact.atomic_file import disk_errors, place
+from nstf.runtime.artifact.atomic_file import disk_errors
 from nstf.runtime.artifact.header import MAX_HEADER_BYTES, check_nesting, check_values, strict_json
 
 _DTYPES = {
@@ -46,10 +46,9 @@ def check_name(path: Path) -> None:
 class TensorFileWriter:
     """Appends tensors to a temporary file and gives it its name on a clean exit; removes it on an exception."""
 
-    def __init__(self, path: Path, keep: bool = False) -> None:
-        """keep: what has the name by then stays, and NstfError is raised."""
+    def __init__(self, path: Path) -> None:
         check_name(path)
-        self._path, self._keep = path, keep
+        self._path = path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._data_path = path.with_name(f".{path.name}.data.{os.getpid()}")
@@ -112,7 +111,7 @@ class TensorFileWriter:
             shutil.copyfileobj(data, out, 1 << 22)
             out.flush()
             os.fsync(out.fileno())
-        place(partial, self._path, self._keep)
+        partial.replace(self._path)
         sync_folder(self._path.parent)
 
 

@@ -38,6 +38,8 @@ STORE, PIECES = "store", "pieces"
 CLAIMS = "claims"
 # The entry of job.json that is not part of the job: what people call its digests.
 NAMES = "names"
+# Of a job.json; ours has a few kilobytes, and names of datasets.
+MOST_JOB_BYTES = 64 << 20
 # Entries that every job.json of ours has: one without them is the user's.
 _ALWAYS = {"tool", "checkpoint", NAMES}
 
@@ -236,6 +238,8 @@ class WorkDir:
         try:
             if not file.is_file():
                 raise ValueError("it is no file")
+            if file.stat().st_size > MOST_JOB_BYTES:
+                raise ValueError("it is too large")
             found = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
@@ -382,7 +386,7 @@ def _drop(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for each in (*_result_folders(folder), folder):
             _remove_named(each, _RESULT)
-            _remove_named(each, _PARTIAL)
+            _remove_named(each, _PARTIAL)  # ours are files
             with contextlib.suppress(OSError):
                 each.rmdir()
 

@@ -10,6 +10,7 @@ import torch
 from nstf.errors import UsageError
 from nstf.runtime.engine_attention import int8_bytes
 from nstf.runtime.kv_formats import dense_group_bytes
+from nstf_convert.cli.output import print_pairs
 from nstf_convert.cli.schema import FIELDS
 
 COMMANDS = tuple("convert calibrate plan inspect verify eval generate compile profile export".split())
@@ -98,6 +99,15 @@ def test_inspect_prints_the_plan(nstf, tiny):
     row = next(line for line in lines if line.startswith("model.layers.1.self_attn.q_proj.weight"))
     assert "int3 g32" in row
     assert "LlamaForCausalLM (llama)" in result.out and "bits per weight" in result.out
+
+
+def test_names_that_a_file_states_reach_no_terminal_as_they_are(capsys):
+    """Their escapes and breaks did, as lines of our own; one of 200 letters ended the command."""
+    print_pairs("", [("\x1b[2J all good\n  sha256 verified", "x"), ("a" * 200, "y" * 100), ("k", "z")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["\\x1b[2J", "all", "good", "sha256", "verified", "x"]
+    assert lines[1].split() == ["a" * 200, "y" * 64] and lines[2].split() == ["y" * 36]
+    assert lines[3].split() == ["k", "z"] and len(lines) == 4
 
 
 def test_inspect_json_counts_every_byte_once(nstf, tiny):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nstf.errors import BudgetError, CorruptError, UnsupportedError, UsageError
+from nstf.runtime.artifact.atomic_file import appeared
 from nstf_convert.cli.messages import explain
 
 BUDGET = ("--budget", "0.5")
@@ -360,6 +361,28 @@ def test_what_fails_when_the_file_has_its_name_says_that_it_is_complete(
         and "m.nstf is complete, its report is not: the same command with --force" in result.err
     )
     assert nstf(*words, "--force").code == 0 and page.exists()
+
+
+@pytest.mark.parametrize("meanwhile", ["gone", "a folder", "another's"])
+def test_what_something_else_made_of_the_name_is_not_called_complete(
+    nstf, tiny, tmp_path, monkeypatch, meanwhile
+):
+    """It was, though there was no such file, or another's, which `--force` would have replaced."""
+    out = tmp_path / "m.nstf"
+    out.write_bytes(b"older")
+
+    def convert(options, done):
+        out.unlink()
+        if meanwhile == "a folder":
+            out.mkdir()
+        if meanwhile == "another's":
+            out.write_bytes(b"theirs")
+            raise appeared(out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nstf_convert.pipeline.convert", convert)
+    result = nstf("convert", tiny.folder, *BUDGET, "-o", out, "--force")
+    assert result.code == (1 if meanwhile == "another's" else 130) and "complete" not in result.err
 
 
 def test_reports_are_written_while_the_work_directory_is_there(tiny, tmp_path):

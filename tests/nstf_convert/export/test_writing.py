@@ -249,6 +249,12 @@ def test_a_link_into_a_folder_that_is_missing_is_wrong_use(tmp_path: Path) -> No
         writing.check_destination(tmp_path / "l", False)
 
 
+def test_a_file_whose_name_is_not_utf8_is_wrong_use(tmp_path: Path) -> None:
+    """ONNX ended in an error that nobody foresaw, and GGUF called the artifact wrong."""
+    with pytest.raises(UsageError, match="the name is not UTF-8"):
+        writing.check_destination(tmp_path / "\udcff.gguf", False, single_file=True)
+
+
 def test_a_link_is_nothing_that_an_export_replaces(tmp_path: Path) -> None:
     """Neither one that leads nowhere, by whose target's name a GGUF became a folder, nor one in an older export."""
     (tmp_path / "g.gguf").symlink_to("nowhere")

@@ -227,6 +227,16 @@ def test_calibration_of_another_model_is_refused(options, converted, tmp_path) -
         convert(options(calibration=path, force=True, model=str(tmp_path / "other")))
 
 
+def test_calibration_of_another_tokenizer_is_refused(options, converted, tmp_path) -> None:
+    """Its statistics are those of other tokens; the weights and the config are the same."""
+    path, chosen = converted.work / "calibration.safetensors", options(datasets=())
+    other = shutil.copytree(chosen.model, tmp_path / "other")
+    words = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(words, indent=7))
+    with pytest.raises(UsageError, match="made with another tokenizer: run `nstf calibrate"):
+        convert(options(calibration=path, datasets=(), model=str(other)))
+
+
 def test_a_process_forked_from_one_that_has_converted_converts_the_same(options) -> None:
     """It has none of the threads that torch had there, and waited for them without end."""
     chosen = options(threads=2)

@@ -19,6 +19,7 @@ from nstf_convert.cli.attention import chosen_pairs, kv_pairs, kv_summary
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline import calibrate, convert
+from nstf_convert.pipeline.attention import plan as attention_plan
 from nstf_convert.pipeline.attention import possible
 from nstf_convert.pipeline.calibrate import make
 from nstf_convert.pipeline.calibrate.checked import check_given
@@ -73,8 +74,15 @@ def test_a_file_holds_a_plan_within_the_budget(options: Make, long: dict[str, An
     assert sum(name.startswith("all groups keys") for name in told) == 2
 
 
-def test_a_calibration_brings_its_profile_along(options: Make, long: dict[str, Any], tmp_path: Path) -> None:
+def test_a_calibration_brings_its_profile_along(
+    options: Make, long: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    real = attention_plan.TensorFileWriter
+    monkeypatch.setattr(attention_plan, "TensorFileWriter", lambda path: real(written.append(path) or path))
     path = calibrate(options(**long, context=512, output=tmp_path / "made.calibration"))
+    # In the work directory: beside the output nobody would find what a kill leaves.
+    assert [p.parent.name for p in written] == ["made.calibration.work"]
     given = options(**{**long, "datasets": ()}, calibration=path, kv_max_kl=1e5, output=tmp_path / "a.nstf")
     report = convert(given).report["attention"]
     assert report["context"] == 512 and report["kld"]["allowed"] == 1e5

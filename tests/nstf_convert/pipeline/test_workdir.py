@@ -67,18 +67,6 @@ def test_restart_in_a_folder_of_someone_else_removes_nothing(tmp_path):
         assert (tmp_path / "weights.safetensors").read_bytes() == b"1"
 
 
-def test_a_calibration_file_keeps_what_appears_under_its_name(tmp_path: Path) -> None:
-    """`nstf calibrate --context` writes its output so."""
-    path = tmp_path / "x"
-    with (
-        pytest.raises(NstfError, match="x was written by something else meanwhile, and stays"),
-        TensorFileWriter(path, keep=True) as writer,
-    ):
-        writer.add("a", torch.ones(2))
-        path.write_bytes(b"mine")
-    assert path.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
 def test_a_job_that_is_none_is_named(tmp_path, content):
     (tmp_path / "job.json").write_bytes(content)
@@ -86,6 +74,14 @@ def test_a_job_that_is_none_is_named(tmp_path, content):
         CorruptError,
         match=r"job.json cannot be read \(.*\): where it is a conversion's, remove the work directory",
     ):
+        WorkDir(tmp_path, JOB, names=NAMES)
+
+
+def test_a_job_of_gigabytes_is_not_read(tmp_path, monkeypatch):
+    """A sparse one took as much memory, and the message spoke of `--samples`."""
+    with (tmp_path / "job.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptError, match="it is too large"):
         WorkDir(tmp_path, JOB, names=NAMES)
 
 
