@@ -1,5 +1,5 @@
-"""Prompts of a captured decoder: by its own layers up to MOST_ROWS tokens, as one graph from the second time that a length
-comes; beyond, and where a window is shorter than the prompt, by transformers' modules.
+"""Prompts of a captured decoder: by its own layers, up to MOST_ROWS tokens as one graph from the second time that a length
+comes; by transformers' modules where a window is shorter than the prompt, and on several ranks from LONG_ROWS on.
 
 A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts of up to MOST_ROWS tokens
 are padded to the next multiple of STEP, so that few lengths are captured. Attention is causal, so padding changes nothing in
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nstf.kernels.triton import launch_errors
+from nstf.runtime.divided_modules import LONG_ROWS
 from nstf.runtime.graphs import Step
 from nstf.runtime.ranks import Ranks
 
@@ -72,9 +73,13 @@ class Prompts:
         batch, kv_heads, capacity, size] then, and anything behind them. The logits are valid until the next call."""
         batch, count = ids.shape
         filled = min(-(-count // STEP) * STEP, cache.shape[4])
-        as_it_is = self._capture is None or torch.are_deterministic_algorithms_enabled()
-        if as_it_is or batch * filled > MOST_ROWS:
+        if self._capture is None or torch.are_deterministic_algorithms_enabled():
             return self._by_modules(ids, 1, cache)
+        if batch * filled > MOST_ROWS:
+            # Of such the modules of ranks sum a part while they multiply the next (divided_modules.py).
+            if self._ranks is not None and batch * count >= LONG_ROWS:
+                return self._by_modules(ids, 1, cache)
+            return self._logits(ids, torch.full((1,), count - 1, device=ids.device), cache)
         found = self._captured((batch, filled), cache)
         if found is None:
             last = torch.full((1,), count - 1, device=ids.device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import c_float
 
 from nstf.errors import UsageError
 from nstf.kernels.cpu import AVAILABLE, ext
@@ -153,6 +152,8 @@ class Wording:
     def change(self, address: int, prompt: Sequence[int], text: Sequence[int], ends: Collection[int]) -> None:
         """Logits, float32 at an address, in place, for what comes after prompt and text. ends: tokens that
         are no bad words."""
+        from ctypes import c_float  # here: a greedy text needs none of it, and the import takes a millisecond
+
         score = c_float.from_address
         longest = max(map(len, (*self.banned, *(word for word, _ in self.biases))), default=0)
         tail = (*prompt[-longest:], *text[-longest:]) if longest else ()

@@ -48,7 +48,7 @@ def norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK)
     ok = k < size
-    at = tl.program_id(0) * size + k
+    at = tl.program_id(0).to(tl.int64) * size + k
     strength = tl.load(gain + k, mask=ok, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -73,7 +73,7 @@ def gate_kernel(x, y, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
         tl.extra.cuda.gdc_wait()
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = k < size
-    line = tl.program_id(0) * size
+    line = tl.program_id(0).to(tl.int64) * size  # long prompts have more than 2^31 numbers
     g = tl.load(x + 2 * line + k, mask=ok, other=0.0).to(tl.float32)
     u = tl.load(x + 2 * line + size + k, mask=ok, other=0.0).to(tl.float32)
     tl.store(y + line + k, gated(g, u, GELU).to(y.dtype.element_ty), mask=ok)

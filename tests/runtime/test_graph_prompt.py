@@ -81,6 +81,26 @@ def test_another_cache_means_other_graphs(
         assert capture.count == 3
 
 
+def test_the_longest_prompts_of_ranks_go_through_modules(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_prompt, "MOST_ROWS", 1)
+    monkeypatch.setattr(graph_prompt, "LONG_ROWS", 60)
+    model, seen = loaded(tiny, tmp_path), []
+    alone = Decoder(model, Capture())
+    model.nstf_ranks = TwoRanks()
+    decoder = Decoder(model, Capture())
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    with torch.no_grad():
+        for ids in (ids_of(59), ids_of(60), ids_of(30, 2)):
+            expected = model(input_ids=ids).logits[:, -1]
+            for way in (alone, decoder):
+                torch.testing.assert_close(way.prompt(ids), expected, atol=1e-4, rtol=1e-4)
+    assert seen == [(1, 59), *2 * [(1, 60)], *2 * [(2, 30)]]
+
+
 def test_long_prompts_are_neither_filled_up_nor_captured(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
