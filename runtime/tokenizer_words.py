@@ -100,7 +100,7 @@ def check_byte_maps(stated: Any, where: object) -> None:
 
 
 def check_added(stated: Any, name: str, where: object) -> list[str]:
-    """The tokens that settings add. Raises UnsupportedError for tokens of more letters, or of higher numbers, than a tokenizer
+    """The tokens that settings add. Raises UnsupportedError for more letters of them, or higher numbers, than a tokenizer
     bears."""
     if not isinstance(stated, dict):
         return []

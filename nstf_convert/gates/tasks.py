@@ -43,8 +43,8 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Question]:
     """
     raw = read_given(path, MAX_BYTES, "`tasks`")
     found: list[Question] = []
-    # One at a time, as there may be one for each byte. Of bytes, lines end at b"\n" alone: those of a text also at characters
-    # that JSON allows inside a string, such as U+2028.
+    # One at a time, as there may be one for each byte. Lines of bytes end at b"\n" alone: those of splitlines() also at
+    # characters that JSON allows inside a string, such as U+2028.
     for number, encoded in enumerate(io.BytesIO(raw), 1):
         try:
             line = encoded.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -422,7 +422,10 @@ def test_pieces_of_a_model_are_all_found_or_it_is_refused(between: bytes) -> Non
 def test_every_list_of_words_is_looked_at(name: str, tokenizer: str) -> None:
     """145 KB of lines took 1.1 GB, 77 KB of one rule 3.7 GB: names that nothing was known of."""
     content = b"\n" * (MOST_LINES + 1) if name.endswith("tokenizer") else b'{"' + b"aa " * 2000 + b'": 0}'
-    files = {name: content, "tokenizer_config.json": b'{"tokenizer_class": "%sTokenizer"}' % tokenizer.encode()}
+    files = {
+        name: content,
+        "tokenizer_config.json": b'{"tokenizer_class": "%sTokenizer"}' % tokenizer.encode(),
+    }
     with pytest.raises(UnsupportedError, match=f"in its {name}, more than"):
         tokenizer_files.tokenizer_from_files(files, "m")
 
@@ -443,7 +446,9 @@ def test_byte_maps_are_rules_and_no_names_of_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for key in RULES:
         for value in (str(tmp_path / "pipe"), None, [], {"61": ["62"]}):
-            with pytest.raises(UnsupportedError, match="decompose_map and merge_map must be objects of texts"):
+            with pytest.raises(
+                UnsupportedError, match="decompose_map and merge_map must be objects of texts"
+            ):
                 made(RULES | {key: value})
     with pytest.raises(UnsupportedError, match="must be objects of texts"):
         made([])
@@ -497,9 +502,7 @@ def test_tokens_that_settings_add_have_limits(name: str, stated: dict[str, Any],
 
 def test_tokens_of_several_settings_are_counted_together() -> None:
     """Three files of a million letters each were taken. The same tokens in each are there once."""
-    several = {
-        letter: [f"{letter}{i:02d}" + letter * 30_000 for i in range(20)] for letter in ("a", "b")
-    }
+    several = {letter: [f"{letter}{i:02d}" + letter * 30_000 for i in range(20)] for letter in ("a", "b")}
     settings = {"tokenizer_class": "ByT5Tokenizer"}
 
     def files(first: str, second: str) -> dict[str, bytes]:

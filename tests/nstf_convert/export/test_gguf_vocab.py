@@ -147,7 +147,9 @@ def test_files_of_a_tokenizer_do_not_unpack_to_any_size_for_an_export(
     monkeypatch.setattr(tokenizer_files, "MAX_TOKENIZER_BYTES", 1 << 10)
     model = tiny.new_model("LlamaForCausalLM", intermediate_size=64)
     with open_artifact(tiny.write(tmp_path, model)) as opened:
-        files = {"config.json": opened.file("config.json")} | dict.fromkeys(("dict.txt", "vocab.txt"), b"a" * 600)
+        files = {"config.json": opened.file("config.json")} | dict.fromkeys(
+            ("dict.txt", "vocab.txt"), b"a" * 600
+        )
         write_artifact(tmp_path / "a.nstf", {n: opened.encoded(n) for n in opened.names()}, files)
     assert run(["export", str(tmp_path / "a.nstf"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")]) == 5
     assert "its tokenizer's files unpack to 1200 bytes, above 1024" in capsys.readouterr().err

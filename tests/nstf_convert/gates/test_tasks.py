@@ -100,7 +100,7 @@ def test_a_file_without_questions_or_of_another_kind_is_refused(tmp_path) -> Non
 def test_lines_are_read_one_at_a_time(tmp_path) -> None:
     """A hundred megabytes of blank lines were 2.7 GB of texts."""
     path = tmp_path / "q.jsonl"
-    path.write_bytes("\ufeff".encode() + json.dumps(GOOD).encode() + b"\n" + b" \n" * 200_000)
+    path.write_bytes("\ufeff".encode() + json.dumps(GOOD).encode() + b"\n" + b"  \n" * 200_000)
     tracemalloc.start()
     try:
         assert len(read_tasks(path)) == 1
