@@ -53,7 +53,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
     The files are written to a private temporary folder for the time of the call. Never runs remote code.
     Raises UnsupportedError when there are no such files or transformers cannot read them, CorruptError for a config that the
-    tensors do not bear out.
+    tensors do not bear out and for JSON that cannot be read.
     """
     with open_artifact(path) as artifact, _enough_memory(os.fspath(path)):
         names = tokenizer_names(artifact)
