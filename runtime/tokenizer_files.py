@@ -13,13 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from nstf.errors import NstfError, UnsupportedError, out_of_memory
-from nstf.runtime.artifact import open_artifact
+from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
 from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
+from nstf.runtime.artifact.side_names import CONTENT
 from nstf.runtime.offline import without_hub
 from nstf.runtime.skeleton import ARGUMENTS_OF, exported, harmless, leads_away
 from nstf.runtime.tokenizer_growth import check_growth, check_made
-from nstf.runtime.tokenizer_words import ADDED, check_added, check_vocabulary_values, check_words
+from nstf.runtime.tokenizer_words import (
+    ADDED,
+    BYTE_MAPS,
+    check_added,
+    check_byte_maps,
+    check_letters_added,
+    check_vocabulary_values,
+    check_words,
+)
 from nstf.runtime.tokenizing import is_panic
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
@@ -44,19 +53,27 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
     The files are written to a private temporary folder for the time of the call. Never runs remote code.
     Raises UnsupportedError when there are no such files or transformers cannot read them, CorruptError for a config that the
-    tensors do not bear out.
+    tensors do not bear out and for JSON that cannot be read.
     """
     with open_artifact(path) as artifact, _enough_memory(os.fspath(path)):
-        names = [name for name in artifact.handed_on() if name not in _NOT_TOKENIZER]
+        names = tokenizer_names(artifact)
         if not names:
             raise UnsupportedError(f"{os.fspath(path)}: no tokenizer inside")
-        if (size := sum(artifact.manifest.files[name].size for name in names)) > MAX_TOKENIZER_BYTES:
-            raise corrupt(path, f"its tokenizer's files unpack to {size} bytes, above {MAX_TOKENIZER_BYTES}")
         files = {name: artifact.file(name) for name in names}
         if "config.json" in artifact.file_names():
             # transformers makes the model's config to find the tokenizer's class: a label for each of num_labels, say.
             files["config.json"] = json.dumps(harmless(artifact.config())).encode()
         return tokenizer_from_files(files, os.fspath(path))
+
+
+def tokenizer_names(artifact: Artifact) -> list[str]:
+    """The names of its tokenizer's files. Raises CorruptError where they unpack to more than MAX_TOKENIZER_BYTES."""
+    names = [name for name in artifact.handed_on() if name not in _NOT_TOKENIZER]
+    if (size := sum(artifact.manifest.files[name].size for name in names)) > MAX_TOKENIZER_BYTES:
+        raise corrupt(
+            artifact.where, f"its tokenizer's files unpack to {size} bytes, above {MAX_TOKENIZER_BYTES}"
+        )
+    return names
 
 
 @contextmanager
@@ -73,17 +90,20 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
     """The tokenizer a folder of these files (config.json among them) would give. `where` names it in errors."""
     from transformers import AutoTokenizer
 
+    added: set[str] = set()
     # What cannot be removed from a folder for temporary files is no reason to fail.
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as folder:
         with disk_errors(Path(folder)):
             for name, content in files.items():
                 if name.startswith("tokenizer") and not name.endswith((_SETTINGS, ".model")):
                     check_growth(content, where)
-                elif name.endswith(
-                    (".model", "vocab.json", "tekken.json", ".txt", ".codes")
-                ) or name.startswith("vocab-"):
+                elif name in CONTENT and not name.startswith("chat_template"):
                     check_words(name, content, where)
-                Path(folder, name).write_bytes(without_code(name, content, where))
+                kept, tokens = _kept(name, content, where)
+                # Several files may add the same ones, which are there once.
+                added.update(tokens)
+                check_letters_added(added, "its settings add", where)
+                Path(folder, name).write_bytes(kept)
         try:
             with without_hub():
                 made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -139,31 +159,44 @@ def without_code(name: str, content: bytes, where: str) -> bytes:
 
     Raises CorruptError for settings that cannot be read here: transformers may read them all the same.
     """
+    return _kept(name, content, where)[0]
+
+
+def _kept(name: str, content: bytes, where: str) -> tuple[bytes, list[str]]:
+    """(what `without_code` gives back, the tokens that the file adds as settings)."""
+    added: list[str] = []
     if not name.endswith(_SETTINGS) and name not in (_SPECIAL_TOKENS, "config.json"):
         if name.endswith(".json"):
             check_vocabulary_values(content, name, where)
         if name == ADDED:
             with suppress(ValueError, RecursionError):  # the library says so
-                check_added(json.loads(content.decode("utf-8-sig")), name, where)
-        return content
-    try:
-        check_nesting(content, "the text")
-        check_values(content, "the text")
-        found = json.loads(content.decode("utf-8-sig"))
-    except ValueError as error:
-        raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
+                added = check_added(json.loads(content.decode("utf-8-sig")), name, where)
+        elif name == BYTE_MAPS:
+            check_byte_maps(_object(name, content, where), where)
+        return content, added
+    found = _object(name, content, where)
     if isinstance(found, dict) and name != _SPECIAL_TOKENS:
         _check_class(found.get("tokenizer_class"), name, where)
-    check_added(found, name, where)
+    added = check_added(found, name, where)
     if name != _SPECIAL_TOKENS:
         _check_named(set(_classes_in(found)), name, where)
     if name == "config.json":
-        return content
+        return content, added
     kept = found
     if name == _SPECIAL_TOKENS and isinstance(found, dict):
         kept = {key: value for key, value in found.items() if key.endswith(("_token", "_tokens"))}
     kept = _stripped(kept)
-    return content if kept == found else json.dumps(kept).encode()
+    return content if kept == found else json.dumps(kept).encode(), added
+
+
+def _object(name: str, content: bytes, where: str) -> Any:
+    """What a JSON file holds. Raises CorruptError where Python cannot read it, or nothing could walk through it."""
+    try:
+        check_nesting(content, "the text")
+        check_values(content, "the text")
+        return json.loads(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
 
 
 def _classes_in(settings: Any) -> Iterator[str]:

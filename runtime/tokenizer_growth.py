@@ -11,7 +11,7 @@ import json
 from contextlib import suppress
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import check_nesting, short
+from nstf.runtime.artifact.header import check_nesting, corrupt, short
 from nstf.runtime.imports import uncollected
 from nstf.runtime.tokenizer_words import check_known, check_objects, check_vocabulary_values
 
@@ -38,15 +38,19 @@ _FIXED = {
 
 def check_growth(content: bytes, where: object) -> None:
     """Raises UnsupportedError for a tokenizer.json whose rules can make more of a text than MOST times its length. One that
-    is no JSON, or that has other parts than those known here, is left to the library."""
+    has other parts than those known here is left to the library.
+
+    Raises CorruptError for one that cannot be read here: the library reads nesting twice as deep, and nothing would be known
+    of what it makes.
+    """
     check_vocabulary_values(content, "tokenizer.json", where)
     check_objects(content, "tokenizer.json", where)
     try:
         check_nesting(content, "the text")
         with uncollected():
             stated = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return
+    except (ValueError, RecursionError) as error:
+        raise corrupt(where, f"its tokenizer.json is not JSON that can be read ({error})") from error
     if isinstance(stated, dict):
         check_rules(stated, where)
         check_known(stated, where)

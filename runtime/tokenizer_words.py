@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import corrupt, marks
+from nstf.runtime.artifact.header import STRING, corrupt, marks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
 ADDED = "added_tokens.json"
@@ -22,6 +22,11 @@ MOST_OBJECTS = 1 << 18
 MOST_WORD = 4096
 # Lines of a list of words or merges: the longest known has half as many.
 MOST_LINES = 1 << 20
+# Bytes in the rules of MyT5's byte maps, each of which takes 370 bytes of memory. It has 4,096 rules at most for each of a
+# hundred languages, of some 15 bytes.
+BYTE_MAPS = "byte_maps.json"
+MOST_MAPPED = 1 << 23
+_MAPS = ("decompose_map", "merge_map")
 # Letters of all tokens together that settings add: each takes 232 bytes in tokenizers of Python.
 MOST_LETTERS_ADDED = 1 << 20
 # Letters of added tokens times rules of a normalizer, each of which the library applies to every such token at loading.
@@ -44,6 +49,7 @@ _USUAL_BANDS = 128
 _USUAL_SECONDS = 0.064
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"  # what lists of words in base64 are made of
 _TOKENS = ("_token", "_tokens")
+_HUGE = 1e100  # an integer of more digits may be none that a float can hold
 
 
 def check_vocabulary_values(content: bytes, name: str, where: object) -> None:
@@ -64,22 +70,40 @@ def check_objects(content: bytes, name: str, where: object) -> None:
 
 def check_words(name: str, content: bytes, where: object) -> None:
     """Raises UnsupportedError for a word of more than MOST_WORD bytes in a file of words, JSON or sentencepiece's, or for a
-    list of more than MOST_LINES."""
-    if not name.endswith((".json", ".model")):
-        _refuse_above(MOST_LINES, content.count(b"\n"), f"lines in its {name}", where)
+    list of more than MOST_LINES; CorruptError for a model of sentencepiece's whose pieces are not found."""
     if name.endswith(".json"):
-        found = re.findall(rb'"([^"]{%d,})"' % MOST_WORD, content)
+        longest = max((word.end() - word.start() - 2 for word in STRING.finditer(content)), default=0)
+    # A long piece of sentencepiece's has a length above 127, which is no text.
+    elif name.endswith((".model", ".spm")) and content.translate(None, _TEXT):
+        try:
+            longest = max(map(len, _pieces(content)), default=0)
+        except (IndexError, KeyError) as error:
+            raise corrupt(where, f"its {name} is no model of sentencepiece's that can be read") from error
     else:
-        # A long piece of sentencepiece's has a length above 127, which is no text.
-        binary = name.endswith(".model") and bool(content.translate(None, _TEXT))
-        found = _pieces(content) if binary else content.splitlines()
-    _refuse_above(MOST_WORD, max(map(len, found), default=0), f"bytes of a word in its {name}", where)
+        lines = max(content.count(b"\n"), content.count(b"\r"))
+        _refuse_above(MOST_LINES, lines, f"lines in its {name}", where)
+        longest = max(map(len, content.splitlines()), default=0)
+    _refuse_above(MOST_WORD, longest, f"bytes of a word in its {name}", where)
 
 
-def check_added(stated: Any, name: str, where: object) -> None:
-    """Raises UnsupportedError for settings that add tokens of more letters, or of higher numbers, than a tokenizer bears."""
+def check_byte_maps(stated: Any, where: object) -> None:
+    """Raises UnsupportedError for the byte maps of a MyT5 that are no rules, or too many: in the place of rules transformers
+    takes a text for the name of a file, and opens it."""
+    maps = [stated.get(key) if isinstance(stated, dict) else None for key in _MAPS]
+    rules = [rule for rules in maps if isinstance(rules, dict) for rule in rules.items()]
+    if not all(isinstance(rules, dict) for rules in maps) or not all(isinstance(to, str) for _, to in rules):
+        raise UnsupportedError(
+            f"{where}: in its {BYTE_MAPS} {' and '.join(_MAPS)} must be objects of texts; use the original model's tokenizer"
+        )
+    mapped = sum(part.count(" ") + 1 for rule in rules for part in rule)
+    _refuse_above(MOST_MAPPED, mapped, f"bytes in the rules of its {BYTE_MAPS}", where)
+
+
+def check_added(stated: Any, name: str, where: object) -> list[str]:
+    """The tokens that settings add. Raises UnsupportedError for more letters of them, or higher numbers, than a tokenizer
+    bears."""
     if not isinstance(stated, dict):
-        return
+        return []
     words: list[Any] = []
     numbers: list[Any] = []
     if name == ADDED:
@@ -88,7 +112,9 @@ def check_added(stated: Any, name: str, where: object) -> None:
         decoder = stated.get("added_tokens_decoder")
         if isinstance(decoder, dict):
             words = list(decoder.values())
-            numbers = [int(key) for key in decoder if key.isdecimal() and len(key) < 20]
+            for key in decoder:
+                with suppress(ValueError):  # what is no number for Python is none for the library
+                    numbers.append(int(key))
         for more in (value for key, value in stated.items() if key.endswith(_TOKENS)):
             # A token is a text, or an object with its `content`; some are a list of tokens, or have names.
             one = not isinstance(more, dict | list) or (isinstance(more, dict) and "content" in more)
@@ -98,11 +124,17 @@ def check_added(stated: Any, name: str, where: object) -> None:
         _refuse_above(
             MOST_TABLE, _largest_table(stated), f"elements of a table of sound by its {name}", where
         )
-    texts = [word.get("content") if isinstance(word, dict) else word for word in words]
-    letters = sum(len(text) for text in texts if isinstance(text, str))
-    _refuse_above(MOST_LETTERS_ADDED, letters, f"letters of tokens that its {name} adds", where)
+    found = [word.get("content") if isinstance(word, dict) else word for word in words]
+    texts = [text for text in found if isinstance(text, str)]
+    check_letters_added(texts, f"its {name} adds", where)
     highest = max((number for number in numbers if type(number) is int), default=0)
     _refuse_above(MOST_NUMBER, highest, f"as the number of a token that its {name} adds", where)
+    return texts
+
+
+def check_letters_added(texts: Iterable[str], by: str, where: object) -> None:
+    """Raises UnsupportedError for tokens to be added that have more letters together than MOST_LETTERS_ADDED."""
+    _refuse_above(MOST_LETTERS_ADDED, sum(map(len, texts)), f"letters of tokens that {by}", where)
 
 
 def check_known(stated: Mapping[str, Any], where: object) -> None:
@@ -120,9 +152,9 @@ def check_known(stated: Mapping[str, Any], where: object) -> None:
     if not isinstance(vocab, dict):
         _refuse_above(MOST_LETTERS_KNOWN, sum(lengths), "letters of words in its tokenizer.json", where)
     texts = [t.get("content") for t in added if isinstance(t, dict)] if isinstance(added, list) else []
-    letters = sum(len(text) for text in texts if isinstance(text, str))
-    _refuse_above(MOST_LETTERS_ADDED, letters, "letters of tokens that its tokenizer.json adds", where)
-    changed = letters * _rules(stated.get("normalizer"))
+    tokens = [text for text in texts if isinstance(text, str)]
+    check_letters_added(tokens, "its tokenizer.json adds", where)
+    changed = sum(map(len, tokens)) * _rules(stated.get("normalizer"))
     _refuse_above(
         MOST_CHANGED, changed, "letters of added tokens that the rules of its tokenizer.json change", where
     )
@@ -151,7 +183,8 @@ def _largest_table(stated: Any) -> float:
         return 0
 
     def largest(*names: str) -> float:
-        return max((abs(stated[n]) for n in names if type(stated.get(n)) in (int, float)), default=0)
+        found = [abs(stated[n]) for n in names if type(stated.get(n)) in (int, float)]
+        return max((min(n, _HUGE) if type(n) is int else n for n in found), default=0)
 
     milliseconds = largest(*(n for n in stated if n.endswith("_ms")), "win_length")
     spoken = largest("audio_token_duration_s") * max(1, largest("window_size_multiplier"))
@@ -163,25 +196,27 @@ def _largest_table(stated: Any) -> float:
 def _refuse_above(most: int, found: float, what: str, where: object) -> None:
     if not found <= most:  # NaN
         raise UnsupportedError(
-            f"{where}: {found:.15g} {what}, more than {most}; use the original model's tokenizer"
+            f"{where}: {min(found, _HUGE):.15g} {what}, more than {most}; use the original model's tokenizer"
         )
 
 
 def _pieces(content: bytes) -> list[bytes]:
-    """Of a model of sentencepiece, whose first field is a piece that begins with its text."""
+    """Of a model of sentencepiece, whose first field is a piece that begins with its text. Raises IndexError or KeyError for
+    what is none, or holds more than its fields (a group): the library may find pieces behind that."""
     at, found = 0, []
-    try:
-        while at < len(content):
-            key, at = _varint(content, at)
-            if key & 7 == 2:
-                size, at = _varint(content, at)
-                if key >> 3 == 1:
-                    found.append(content[at : at + size])
-                at += size
-            else:
-                at = at + {1: 8, 5: 4}[key & 7] if key & 7 else _varint(content, at)[1]
-    except (IndexError, KeyError):  # no protobuf: the library says so
-        pass
+    while at < len(content):
+        key, at = _varint(content, at)
+        if key >> 32:
+            raise KeyError("no field of protobuf")
+        if key & 7 == 2:
+            size, at = _varint(content, at)
+            if key >> 3 == 1:
+                found.append(content[at : at + size])
+            at += size
+        else:
+            at = at + {1: 8, 5: 4}[key & 7] if key & 7 else _varint(content, at)[1]
+    if at > len(content):
+        raise IndexError("a field that ends behind the file")
     return found
 
 

@@ -161,7 +161,7 @@ def _allowed(value: Any, text: bool, known: frozenset[str], depth: int) -> bool:
             and all(_allowed(v, text, known, depth + 1) for v in value)
         )
     if isinstance(value, dict):
-        return all(
+        return depth <= MAX_DEPTH and all(
             KEY.fullmatch(k)
             and k not in DENIED
             and _allowed(v, text and _text_allowed(k, "", known), known, depth + 1)

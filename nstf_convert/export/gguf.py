@@ -10,6 +10,7 @@ from nstf.errors import NstfError, UnsupportedError
 from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.runtime.artifact import Artifact
 from nstf.runtime.handed_on import files_for_others
+from nstf.runtime.tokenizer_files import tokenizer_names
 from nstf.runtime.tokenizer_growth import check_growth
 from nstf_convert.checkpoint.gguf_check import read_header
 from nstf_convert.export import gguf_blocks as blocks
@@ -57,6 +58,7 @@ def write(artifact: Artifact, plan: ExportPlan, folder: Path, stem: str) -> File
     with as_stated(artifact, "gguf"):
         factors = names.write_metadata(writer, name, config)
     with tempfile.TemporaryDirectory(prefix="nstf-", ignore_cleanup_errors=True) as side:
+        tokenizer_names(artifact)  # before any of them is unpacked
         for file, content in files_for_others(artifact):
             if file == "tokenizer.json":
                 check_growth(content, artifact.where)

@@ -8,6 +8,7 @@ name of the question in the results, or its number; `task`, the group its accura
 skipped; any other key is an error, as a misspelt one would be silently ignored otherwise.
 """
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,13 +41,17 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Question]:
     Raises UsageError that names the line: not JSON, a key that is missing, unknown or of another type, an answer that
     is no index of the choices.
     """
-    try:
-        text = read_given(path, MAX_BYTES, "`tasks`").decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"`tasks` {path}: not UTF-8 text (byte {error.start}): give JSON lines") from error
+    raw = read_given(path, MAX_BYTES, "`tasks`")
     found: list[Question] = []
-    # Not splitlines(): it also splits at characters that JSON allows inside a string, such as U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
+    # One at a time, as there may be one for each byte. Lines of bytes end at b"\n" alone: those of splitlines() also at
+    # characters that JSON allows inside a string, such as U+2028.
+    for number, encoded in enumerate(io.BytesIO(raw), 1):
+        try:
+            line = encoded.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"`tasks` {path}, line {number}: not UTF-8 text (byte {error.start}): give JSON lines"
+            ) from error
         if line.strip():
             try:
                 found.append(parse(line, number))

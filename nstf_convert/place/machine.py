@@ -37,6 +37,8 @@ MOST_LINKS = 1 << 18
 MOST_BYTES = 1 << 24
 # Of a name or a note, of which every device and link has its own.
 MOST_LETTERS = 1024
+# Of the dtypes that a device has a rate for, which each of its kind has.
+MOST_RATES = 64
 # Of a number, whatever it counts: no machine has a bandwidth of 1e-30 or 1e30.
 LEAST, MOST = 1e-30, 1e30
 EXAMPLES = Path(__file__).parent / "machines"
@@ -364,6 +366,10 @@ def _rates(found: Any, where: str) -> dict[str, float]:
     if not isinstance(found, Mapping) or not found or not all(map(_positive, found.values())):
         raise UsageError(
             f'{where}: "rates" must be operations per second by dtype, such as {{"bfloat16": 989e12}}'
+        )
+    if len(found) > MOST_RATES or max(map(len, map(str, found))) > MOST_LETTERS:
+        raise UsageError(
+            f'{where}: "rates" may have {MOST_RATES} dtypes, and names of {MOST_LETTERS} letters, at most'
         )
     return {str(k): float(v) for k, v in found.items()}
 

@@ -52,7 +52,7 @@ SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items(
 
 # Strings of a JSON text. `\Z` and `.?` make an unterminated string match too: without them a text of
 # `\"\"\"...` would cost quadratic time.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
+STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _SPLIT_BYTES = 1 << 22
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -137,7 +137,7 @@ def check_nesting(raw: bytes, what: str) -> None:
         plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
         brackets = b"".join(plain.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
     else:
-        brackets = _STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
+        brackets = STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
     for _ in range(MAX_NESTING):  # each pass takes at least the innermost level away
         if not brackets:
             break
@@ -153,7 +153,7 @@ def check_values(text: str | bytes, what: str, always: int = ALWAYS_VALUES) -> N
     if len(text) <= most or marks(text) <= most:
         return
     # Marks in strings are none, which is looked at in texts alone: bytes may be UTF-16, whose strings end elsewhere.
-    if isinstance(text, bytes) or marks(re.sub(_STRING.pattern.decode(), "", text, flags=re.DOTALL)) > most:
+    if isinstance(text, bytes) or marks(re.sub(STRING.pattern.decode(), "", text, flags=re.DOTALL)) > most:
         raise HeaderError(f"{what} holds more than {most} values, too many for its length")
 
 

@@ -269,6 +269,18 @@ def test_labels_beyond_those_of_an_artifact_are_refused(checkpoint: Callable[[di
             open_checkpoint(checkpoint({**LLAMA, **labels}))
 
 
+def test_objects_in_a_list_are_not_nested_to_any_depth(
+    checkpoint: Callable[[dict[str, Any]], Path],
+) -> None:
+    """450 of them, in 3 KB, were a RecursionError; lists alone were left out."""
+    nested: Any = 1
+    for _ in range(450):
+        nested = {"a": nested}
+    opened = open_checkpoint(str(checkpoint(LLAMA | {"odd": [nested], "even": [{"a": [1]}]})))
+    with opened:
+        assert "odd" not in opened.config and opened.config["even"] == [{"a": [1]}]
+
+
 def test_a_config_of_too_many_values_is_refused_before_they_are_made() -> None:
     """15 MB of empty lists, 63 KB in the artifact, took half a gigabyte."""
     with pytest.raises(CorruptError, match="too many for its length"):

@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,24 @@ def test_a_text_is_not_made_gigabytes(tmp_path: Path, fault: str) -> None:
     path = file_with(tmp_path / "m.nstf", **GROWING[fault])
     for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "ä", 2))):
         with pytest.raises(UnsupportedError, match="times as long by its"):
+            way()
+
+
+def test_what_is_not_walked_through_is_not_left_to_a_library_that_does(tmp_path: Path) -> None:
+    """tokenizers passes over an unknown key with 100 lists in each other: with one in the file no limit was looked at, and
+    91 KB took 4.5 GB."""
+    path = file_with(tmp_path / "m.nstf")
+    load_tokenizer(path)
+    content = json.dumps(EXAMPLE | {"added_tokens": [EXAMPLE["added_tokens"][0] | {"odd": 0}]})
+    odd = content.replace('"odd": 0', f'"odd": {"[" * 100 + "]" * 100}')
+    tokenizers.Tokenizer.from_str(odd)
+    files = {k: json.dumps(v).encode() for k, v in (("config.json", LLAMA), ("generation_config.json", {}))}
+    settings = json.dumps(SETTINGS).encode()
+    write_artifact(
+        path, tensors(), {**files, "tokenizer.json": odd.encode(), "tokenizer_config.json": settings}
+    )
+    for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "ä", 2))):
+        with pytest.raises(CorruptError, match=r"its tokenizer\.json is not JSON that can be read"):
             way()
 
 
@@ -368,16 +387,83 @@ def varint(number: int) -> bytes:
     ("name", "content"),
     [
         ("vocab.json", json.dumps({"x": 0, "a" * 5000: 1}).encode()),
+        ("vocab.json", json.dumps({"x": 0, 'a"' * 2500: 1}).encode()),
+        ("byte_maps.json", json.dumps({"x": 0, "aa " * 2000: "61"}).encode()),
         ("tokenizer.model", piece(b"x") + piece(b"a\n" * 3000)),
+        ("source.spm", piece(b"x") + piece(b"a\n" * 3000)),
         ("merges.txt", b"#version: 0.2\n" + b"a b\n" * (MOST_LINES + 1)),
+        ("vocab.txt", b"#version: 0.2\n" + b"a b\r" * (MOST_LINES + 1)),
+        ("tokenizer.model", b"YQ== 0\n" * (MOST_LINES + 1)),
         ("vocab.txt", b"x\n" + b"a" * 5000),
     ],
 )
 def test_words_that_take_time_by_their_square_are_refused(name: str, content: bytes) -> None:
     """48 KB of an artifact took 100 s; a merge that stands there eight million times took gigabytes."""
-    check_words(name, content[:20] if name != "tokenizer.model" else piece(b"x"), "m")
+    check_words(name, piece(b"x") if name.endswith((".model", ".spm")) else content[:20], "m")
     with pytest.raises(UnsupportedError, match=f"in its {name}, more than"):
         check_words(name, content, "m")
+
+
+@pytest.mark.parametrize(
+    "between",
+    [b"\x7b\x7c", b"\x8a\x80\x80\x80\x10\x00", b"\x0a\xff\x01"],
+    ids=["a group", "a field of a number of 33 bits", "a piece that ends behind the file"],
+)
+def test_pieces_of_a_model_are_all_found_or_it_is_refused(between: bytes) -> None:
+    """protobuf passes over an empty group, behind which a piece of 100,000 letters was not seen."""
+    check_words("tokenizer.model", piece(b"x") + piece(b"y"), "m")
+    with pytest.raises(CorruptError, match=r"its tokenizer\.model is no model of sentencepiece's"):
+        check_words("tokenizer.model", piece(b"x") + between + piece(b"a"), "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"), [("prophetnet.tokenizer", "ProphetNet"), ("byte_maps.json", "MyT5")]
+)
+def test_every_list_of_words_is_looked_at(name: str, tokenizer: str) -> None:
+    """145 KB of lines took 1.1 GB, 77 KB of one rule 3.7 GB: names that nothing was known of."""
+    content = b"\n" * (MOST_LINES + 1) if name.endswith("tokenizer") else b'{"' + b"aa " * 2000 + b'": 0}'
+    files = {
+        name: content,
+        "tokenizer_config.json": b'{"tokenizer_class": "%sTokenizer"}' % tokenizer.encode(),
+    }
+    with pytest.raises(UnsupportedError, match=f"in its {name}, more than"):
+        tokenizer_files.tokenizer_from_files(files, "m")
+
+
+RULES = {"decompose_map": {"41": "61 41"}, "merge_map": {"61 62 63 64": "05 90 00"}}
+
+
+def test_byte_maps_are_rules_and_no_names_of_files(tmp_path: Path) -> None:
+    """transformers opened the file of that name: a pipe, /dev/zero."""
+    settings = {"tokenizer_config.json": b'{"tokenizer_class": "MyT5Tokenizer"}'}
+
+    def made(maps: Any) -> Any:
+        return tokenizer_files.tokenizer_from_files(
+            {**settings, "byte_maps.json": json.dumps(maps).encode()}, "m"
+        )
+
+    assert made(RULES).tokenize("abcd") == ["05", "90", "00"]
+    os.mkfifo(tmp_path / "pipe")
+    for key in RULES:
+        for value in (str(tmp_path / "pipe"), None, [], {"61": ["62"]}):
+            with pytest.raises(
+                UnsupportedError, match="decompose_map and merge_map must be objects of texts"
+            ):
+                made(RULES | {key: value})
+    with pytest.raises(UnsupportedError, match="must be objects of texts"):
+        made([])
+    with pytest.raises(CorruptError, match="not JSON that can be read"):
+        without_code("byte_maps.json", b"{", "m")
+
+
+def test_rules_of_byte_maps_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nstf.runtime import tokenizer_words
+
+    monkeypatch.setattr(tokenizer_words, "MOST_MAPPED", 10)
+    without_code("byte_maps.json", json.dumps(RULES).encode(), "m")
+    more = RULES | {"merge_map": {"61 62 63 64": "05 90 00 00"}}
+    with pytest.raises(UnsupportedError, match=r"11 bytes in the rules of its byte_maps\.json, more than 10"):
+        without_code("byte_maps.json", json.dumps(more).encode(), "m")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +474,13 @@ def test_words_that_take_time_by_their_square_are_refused(name: str, content: by
             {"added_tokens_decoder": {"20000000": {"content": "<x>"}}},
             "as the number of a token",
         ),
+        *(
+            ("tokenizer_config.json", {"added_tokens_decoder": {key: {}}}, "as the number of a token")
+            for key in ("+20000000", "2_0000000", " 20000000", "0" * 20 + "20000000", "9" * 400)
+        ),
         ("added_tokens.json", {"<x>": 20_000_000}, "as the number of a token"),
+        ("added_tokens.json", {"<x>": 10**400}, "as the number of a token"),
+        ("preprocessor_config.json", {"sampling_rate": 10**400}, "elements of a table"),
         ("tokenizer_config.json", {"extra_special_tokens": ["a" * 2000] * 600}, "letters of tokens"),
         ("added_tokens.json", {"a" * 2_000_000: 5}, "letters of tokens"),
         ("tokenizer_config.json", {"extra_ids": 1 << 30}, "tokens made for a number"),
@@ -406,6 +498,23 @@ def test_tokens_that_settings_add_have_limits(name: str, stated: dict[str, Any],
     check_added({"added_tokens_decoder": {"5": {"content": "<x>"}}}, "tokenizer_config.json", "m")
     with pytest.raises(UnsupportedError, match=said):
         without_code(name, json.dumps(stated).encode(), "m")
+
+
+def test_tokens_of_several_settings_are_counted_together() -> None:
+    """Three files of a million letters each were taken. The same tokens in each are there once."""
+    several = {letter: [f"{letter}{i:02d}" + letter * 30_000 for i in range(20)] for letter in ("a", "b")}
+    settings = {"tokenizer_class": "ByT5Tokenizer"}
+
+    def files(first: str, second: str) -> dict[str, bytes]:
+        stated = {
+            "tokenizer_config.json": {**settings, "extra_special_tokens": several[first]},
+            "added_tokens.json": {word: 300 + i for i, word in enumerate(several[second])},
+        }
+        return {name: json.dumps(value).encode() for name, value in stated.items()}
+
+    with pytest.raises(UnsupportedError, match="letters of tokens that its settings add, more than 1048576"):
+        tokenizer_files.tokenizer_from_files(files("a", "b"), "m")
+    assert tokenizer_files.tokenizer_from_files(files("a", "a"), "m") is not None
 
 
 def test_rules_that_change_added_tokens_have_a_limit_together() -> None:

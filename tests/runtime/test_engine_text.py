@@ -101,7 +101,7 @@ def test_neither_torch_nor_transformers_is_imported(tiny: ModuleType, tmp_path: 
         ({"clean_up_tokenization_spaces": True}, {}, "setting 'clean_up_tokenization_spaces'"),
         ({"pad_token": "<pad>"}, {}, "special tokens"),
         ({}, {"generation_config": b'{"no_repeat_ngram_size": 2}'}, "no_repeat_ngram_size"),
-        ({}, {"tokenizer": b"{]"}, r"tokenizer\.json"),
+        ({}, {"tokenizer": b"{}"}, r"tokenizer\.json"),
     ],
 )
 def test_what_transformers_would_do_differently_is_left_to_it(

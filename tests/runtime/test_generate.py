@@ -13,7 +13,7 @@ import torch
 from transformers import BartConfig, LlamaConfig, PretrainedConfig, XLNetConfig
 
 import nstf.runtime
-from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.runtime.generate import _warn_beyond_context
 
 
@@ -55,6 +55,9 @@ def test_the_tokenizer_comes_out_as_it_went_in_and_leaves_no_files(
 
 def test_tokenizer_files_that_cannot_be_read_are_refused(tiny: ModuleType, tmp_path: Path) -> None:
     path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer.json": b"{]"})
+    with pytest.raises(CorruptError, match=r"its tokenizer\.json is not JSON that can be read"):
+        nstf.runtime.load_tokenizer(path)
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"), {"tokenizer.json": b"{}"})
     with pytest.raises(UnsupportedError, match=r"cannot build a tokenizer of tokenizer\.json"):
         nstf.runtime.load_tokenizer(path)
 

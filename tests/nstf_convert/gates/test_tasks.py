@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import tracemalloc
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -94,6 +95,18 @@ def test_a_file_without_questions_or_of_another_kind_is_refused(tmp_path) -> Non
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="not UTF-8 text"):
         read_tasks(tmp_path / "b.jsonl")
+
+
+def test_lines_are_read_one_at_a_time(tmp_path) -> None:
+    """A hundred megabytes of blank lines were 2.7 GB of texts."""
+    path = tmp_path / "q.jsonl"
+    path.write_bytes("\ufeff".encode() + json.dumps(GOOD).encode() + b"\n" + b"  \n" * 200_000)
+    tracemalloc.start()
+    try:
+        assert len(read_tasks(path)) == 1
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 class Bigrams:

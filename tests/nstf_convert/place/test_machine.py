@@ -53,6 +53,12 @@ def test_the_examples_that_the_documentation_names_are_there() -> None:
         (("devices", 0, "bandwidth_share"), 1.5, "'bandwidth_share' is 1.5: it must be above 0, at most 1"),
         (("devices", 0, "count"), 1.5, "'count' is 1.5: it must be whole"),
         (("devices", 0, "rates"), {}, '"rates" must be operations per second by dtype'),
+        (
+            ("devices", 0, "rates"),
+            {str(i): 1 for i in range(65)},
+            '"rates" may have 64 dtypes, and names of 1024',
+        ),
+        (("devices", 0, "rates"), {"x" * 1025: 1}, '"rates" may have 64 dtypes, and names of 1024 letters'),
         (("devices", 0, "kind"), 3, "'kind' must be a text"),
         (("devices", 0, "bandwith"), 1e12, "unknown key 'bandwith'; did you mean 'bandwidth'?"),
         (("devices", 0, "name"), "", "the name is empty"),
