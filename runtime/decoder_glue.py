@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from nstf.kernels.torch import decode_step as reference
@@ -167,19 +168,24 @@ class Glue:
         cache: Cache,
         tokens: int,
         shape: Heads,
+        first: int,
     ) -> Tensor:
-        """Causal attention of whole prompts of `tokens` each, [batch * tokens, heads * size] as qkv; their keys and values
-        are in the cache then. All keys are seen: no window is shorter than a prompt."""
+        """Causal attention of prompts of `tokens` each, or of pieces from `first` on, [batch * tokens, heads * size]
+        as qkv; their keys and values are in the cache then. All keys are seen: no window is shorter than a prompt."""
         if self.kernels is None:
-            q = reference.place(qkv, bias, gains, cache, tokens, shape)
+            q = reference.place(qkv, bias, gains, cache, tokens, shape, first)
         else:
             from nstf.kernels.triton.prompt_heads import place
 
-            q = place(qkv, bias, gains, cache, tokens, shape, self.arch)
+            q = place(qkv, bias, gains, cache, tokens, shape, first, self.arch)
         q = q.view(-1, tokens, shape.heads, shape.size).transpose(1, 2)
-        k, v = cache.keys[:, :, :tokens], cache.values[:, :, :tokens]
-        shared = shape.heads != shape.kv_heads
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=shape.scale, enable_gqa=shared)
+        end = first + tokens
+        k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
+        y = scaled_dot_product_attention(
+            q, k, v,
+            attn_mask=causal_lower_right(tokens, end) if first else None, is_causal=not first,
+            scale=shape.scale, enable_gqa=shape.heads != shape.kv_heads,
+        )  # fmt: skip
         return y.transpose(1, 2).reshape(len(qkv), -1)
 
     def advance(self, logits: Tensor, sampling: Sampling | None, tokens: Tensor, position: Tensor) -> None:

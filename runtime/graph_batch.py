@@ -2,9 +2,9 @@
 
 The keys and values of all sequences lie in one static cache, a slot each. A step decodes one token of some slots by a
 replay of the graph for the next larger number of rows (1, 2, 4, 8 ...); rows that are left over work on a slot that belongs
-to nobody. Which slots and positions the rows are of is read from device memory. Prompts go through transformers' modules, a
-piece a step, and their keys and values into the slot. On a CPU the same steps run without graphs, for tests and for models
-that the engine does not run.
+to nobody. Which slots and positions the rows are of is read from device memory. Prompts go through the decoder's layers, a
+piece a step, and their keys and values into the slot; beyond a window through transformers' modules. On a CPU the same steps
+run without graphs, for tests and for models that the engine does not run.
 """
 
 from __future__ import annotations
@@ -143,16 +143,26 @@ class GraphBatch:
 
     def _prompt(self, part: Part) -> Tensor:
         """Logits [vocab] after a piece of a prompt; its keys and values are in the slot then."""
+        assert self._cache is not None
+        first, end, slot = part.first, part.first + len(part.ids), part.sequence
+        ids = torch.tensor([list(part.ids)], device=self.device)
+        if end > self.decoder.longest_prompt:
+            return self._by_modules(ids, first, slot)
+        last = torch.full((1,), len(part.ids) - 1, device=self.device)
+        state = State(self.capacity, self._cache[:, :, slot : slot + 1], self._angles, ids, last)
+        return self.decoder.prompt_logits(ids, last, first, state)[0].float()
+
+    def _by_modules(self, ids: Tensor, first: int, slot: int) -> Tensor:
+        """As `_prompt`, by transformers' modules."""
         from transformers import DynamicCache
 
         assert self._cache is not None
-        first, end, slot = part.first, part.first + len(part.ids), part.sequence
+        end = first + ids.shape[1]
         held = DynamicCache()  # without a config: windows keep all keys
         layers = range(len(self.decoder._layers))
         if first:
             for i in layers:
                 held.update(*self._cache[i, :, slot : slot + 1, :, :first], i)
-        ids = torch.tensor([list(part.ids)], device=self.device)
         found = self.decoder.model(input_ids=ids, past_key_values=held, use_cache=True, logits_to_keep=1)
         for i in layers:
             stored: Any = held.layers[i]

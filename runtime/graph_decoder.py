@@ -100,16 +100,22 @@ class Decoder:
         self._steps: OrderedDict[Sampling | None, Step] = OrderedDict()
         self._glue = Glue(self.device, float(self.config.shape["epsilon"]), self.dtype)
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
-        windows = [layer.heads.window for layer in self._layers if layer.heads.window]
         self._prompts = Prompts(
             model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None),
-            self.prompt_logits, min(windows, default=self.context),
+            self.prompt_logits, self.longest_prompt,
         )  # fmt: skip
 
     @property
     def context(self) -> int:
         """Tokens a sequence may have."""
         return int(self.config.shape["context"])
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that every window has room for: attention of such a prompt needs no mask but that no token sees those after
+        it."""
+        windows = [layer.heads.window for layer in self._layers if layer.heads.window]
+        return min(windows, default=self.context)
 
     @property
     def capacity(self) -> int:
@@ -276,17 +282,20 @@ class Decoder:
         h = self._embed(state.tokens).float()
         return self._through(h, lambda i, qkv: self._attend(i, qkv, state))
 
-    def prompt_logits(self, ids: Tensor, last: Tensor) -> Tensor:
+    def prompt_logits(self, ids: Tensor, last: Tensor, first: int = 0, state: State | None = None) -> Tensor:
         """[batch, vocab] after the tokens at the place `last`, int64 [1], of prompts ids [batch, tokens] that fit the cache
-        and every window; their keys and values are in the cache then."""
-        state = self._state
+        and `longest_prompt`; their keys and values are in the cache then. first: the position of a piece that goes on from
+        what the cache holds. state: in the place of the decoder's own."""
+        state = state or self._state
         assert state is not None
         batch, count = ids.shape
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer = self._layers[i]
             cache = state.layer(i, layer.rotation)
-            return self._glue.attend_prompts(qkv, layer.qkv_bias, layer.qk_norms, cache, count, layer.heads)
+            return self._glue.attend_prompts(
+                qkv, layer.qkv_bias, layer.qk_norms, cache, count, layer.heads, first
+            )
 
         # The module looks at the ids, which the caller chose.
         h = self._embedding(ids).flatten(0, 1).float()

@@ -105,17 +105,18 @@ def place(
     cache: Cache,
     tokens: int,
     shape: Heads,
+    first: int = 0,
 ) -> Tensor:
-    """The queries of prompts of `tokens` each, turned, [batch * tokens, heads, size] in qkv's dtype; keys and values go into
-    the cache, from its first position on.
+    """The queries of prompts of `tokens` each, or of such pieces of longer ones, turned, [batch * tokens, heads, size] in
+    qkv's dtype; keys and values go into the cache, from the position `first` on.
 
     qkv: [batch * tokens, width], sequence by sequence. bias, gains: as of `attend`.
     """
-    at = torch.arange(tokens, device=qkv.device).repeat(len(qkv) // tokens)
+    at = torch.arange(first, first + tokens, device=qkv.device).repeat(len(qkv) // tokens)
     q, k, v = _turned(qkv, bias, gains, cache, at, shape)
     for kept, new in ((cache.keys, k), (cache.values, v)):
         rows = new.view(-1, tokens, shape.kv_heads, shape.size).transpose(1, 2)
-        kept[:, :, :tokens].copy_(rows)
+        kept[:, :, first : first + tokens].copy_(rows)
     return q.to(qkv.dtype)
 
 

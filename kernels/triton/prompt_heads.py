@@ -71,6 +71,7 @@ def place_kernel(
     values,
     out,  # [batch tokens, heads, SIZE]
     tokens,
+    first_at,  # position of the first token
     capacity,
     epsilon,
     KV: tl.constexpr,
@@ -90,7 +91,7 @@ def place_kernel(
     OF_KV: tl.constexpr = (KV + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    at = row % tokens
+    at = row % tokens + first_at
     j = tl.arange(0, HEADS)
     here = qkv + row * ((COUNT + 2 * KV) * SIZE)
     # Where this token's key of the first head goes; those of the next lie a sequence further.
@@ -150,13 +151,12 @@ def place_kernel(
 
 @lru_cache(maxsize=1024)
 def place_spec(
-    rows: int, shape: Heads, tokens: int, capacity: int, dtype: torch.dtype, norm: bool, bias: bool, arch: str
+    rows: int, shape: Heads, even: tuple[str, ...], dtype: torch.dtype, norm: bool, bias: bool, arch: str
 ) -> KernelSpec:
-    """The launch for `rows` tokens of prompts of `tokens` each."""
+    """The launch for `rows` tokens of all prompts. even: the sizes that are multiples of 16."""
     width = triton.next_power_of_2(shape.size)
     heads = max(1, min(_NUMBERS // width, triton.next_power_of_2(shape.heads)))
     programs = triton.cdiv(shape.heads, heads) + 2 * triton.cdiv(shape.kv_heads, heads)
-    sizes = {"tokens": tokens, "capacity": capacity}
     floats = ("bias", "q_gain", "k_gain", "cos", "sin")
     kept = ("keys", "values", "out")
     return KernelSpec(
@@ -168,7 +168,7 @@ def place_spec(
             "qkv": pointer_type(dtype),
             **dict.fromkeys(floats, "*fp32"),
             **dict.fromkeys(kept, pointer_type(dtype)),
-            **dict.fromkeys(sizes, "i32"),
+            **dict.fromkeys(("tokens", "first_at", "capacity"), "i32"),
             "epsilon": "fp32",
         },
         constants={
@@ -181,7 +181,7 @@ def place_spec(
             "HEADS": heads,
             "PDL": overlaps(arch),
         },
-        divisible=("qkv", *floats, *kept, *multiples(sizes)),
+        divisible=("qkv", *floats, *kept, *even),
         num_warps=4,
         num_stages=1,
         options=overlap_options(arch),
@@ -198,15 +198,17 @@ def place(
     cache: Cache,
     tokens: int,
     shape: Heads,
+    first: int,
     arch: str,
 ) -> Tensor:
     """As the torch function of this name."""
     rows, capacity = len(qkv), cache.keys.shape[2]
     out = torch.empty(rows, shape.heads, shape.size, dtype=qkv.dtype, device=qkv.device)
-    spec = place_spec(rows, shape, tokens, capacity, qkv.dtype, gains is not None, bias is not None, arch)
+    even = multiples({"tokens": tokens, "first_at": first, "capacity": capacity})
+    spec = place_spec(rows, shape, even, qkv.dtype, gains is not None, bias is not None, arch)
     q_gain, k_gain = gains or (cache.cos, cache.cos)
     launch(
         spec, qkv, cache.cos if bias is None else bias, q_gain, k_gain, cache.cos, cache.sin,
-        cache.keys, cache.values, out, tokens, capacity, shape.epsilon,
+        cache.keys, cache.values, out, tokens, first, capacity, shape.epsilon,
     )  # fmt: skip
     return out

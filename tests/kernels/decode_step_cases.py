@@ -45,12 +45,12 @@ ATTENTION = {
         (90,), 128, 4, 2, 16, 20, True, True, batch=2, slots=(1, 0)
     ),
 }
-# Prompts; the largest number of `positions` is that of their tokens.
+# Prompts, or pieces of such: (position of the first token, of the one behind the last) in `positions`.
 PROMPTS = {
-    "prompts": Attention((5,), 8, 8, 2, 16, batch=2),
-    "prompts with norms and biases": Attention((3,), 4, 6, 2, 24, norm=True, bias=True, batch=2),
-    "prompts with more heads than a program's": Attention((2,), 4, 70, 35, 32, bias=True),
-    "prompts in bfloat16": Attention((9,), 16, 4, 1, 32, dtype="bfloat16"),
+    "prompts": Attention((0, 5), 8, 8, 2, 16, batch=2),
+    "prompts with norms and biases": Attention((2, 5), 7, 6, 2, 24, norm=True, bias=True, batch=2),
+    "prompts with more heads than a program's": Attention((0, 2), 4, 70, 35, 32, bias=True),
+    "prompts in bfloat16": Attention((5, 14), 16, 4, 1, 32, dtype="bfloat16"),
 }
 # Rounding of the result, and of the products of queries and keys, in each dtype: of the largest value.
 LIMITS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -107,7 +107,8 @@ def prompt_error(case: Attention, device: str) -> float:
     from nstf.kernels.triton.prompt_heads import place
 
     generator = torch.Generator().manual_seed(0)
-    dtype, tokens = getattr(torch, case.dtype), max(case.positions)
+    dtype, (first, end) = getattr(torch, case.dtype), case.positions
+    tokens = end - first
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -120,17 +121,18 @@ def prompt_error(case: Attention, device: str) -> float:
     bias = random(shape.width) if case.bias else None
     gains = (random(case.size), random(case.size)) if case.norm else None
     qkv = random(case.batch * tokens, shape.width).to(dtype)
-    wanted = reference.place(qkv, bias, gains, cache, tokens, shape)
+    wanted = reference.place(qkv, bias, gains, cache, tokens, shape, first)
     found = place(
         qkv.to(device), None if bias is None else bias.to(device),
         None if gains is None else (gains[0].to(device), gains[1].to(device)),
-        there, tokens, shape, arch_of(torch.device(device)),
+        there, tokens, shape, first, arch_of(torch.device(device)),
     )  # fmt: skip
-    if not bool(there.keys[:, :, tokens:].isnan().all() and there.values[:, :, tokens:].isnan().all()):
-        return float("inf")
+    for kept in (there.keys, there.values):
+        if not bool(kept[:, :, :first].isnan().all() and kept[:, :, end:].isnan().all()):
+            return float("inf")
     pairs = ((found, wanted), (there.keys, cache.keys), (there.values, cache.values))
     errors = [
-        _relative(mine[..., :tokens, :].float(), theirs[..., :tokens, :].float())
+        _relative(mine[..., first:end, :].float(), theirs[..., first:end, :].float())
         if mine.dim() == 4
         else _relative(mine.float(), theirs.float())
         for mine, theirs in pairs

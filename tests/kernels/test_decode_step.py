@@ -71,7 +71,9 @@ def test_the_kernels_keep_their_promises(kernel: str, target: str) -> None:
     spec = {
         "norm": norm_spec(1, 4096, dtype, target, dtype),
         "gate": gate_spec(1, 14336, dtype, False, target),
-        "place": place_spec(512, Heads(32, 8, 128, 0.1), 512, 1024, dtype, True, True, target),
+        "place": place_spec(
+            512, Heads(32, 8, 128, 0.1), ("tokens", "first_at", "capacity"), dtype, True, True, target
+        ),
         "likeliest": likeliest_spec(1, 128256, dtype, target),
         "attend": attend_spec(1, Heads(32, 8, 128, 0.1), 1024, dtype, False, False, target),
         "attend in a window": attend_spec(1, Heads(8, 4, 256, 0.1, 512), 1024, dtype, True, False, target),
