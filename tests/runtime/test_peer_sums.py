@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from nstf.kernels.formats import EncodedTensor, Node, array_specs
+from nstf.kernels.formats.tree import format_of
+from nstf.kernels.linear import linear
 from nstf.runtime import peer_sums
 from nstf.runtime.ranks import Ranks
 
@@ -230,3 +233,55 @@ def test_memory_that_cannot_be_shared_leaves_sums_to_nccl(
     with caplog.at_level(logging.INFO, "nstf"):
         assert peer_sums._agreed(ranks, torch.device("cuda", 0)) is None
     assert answers[1:] == [b"yes", b"no"] and "NCCL makes all sums: no symmetric memory" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int", "trellis"])
+def test_a_product_meets_the_others_on_its_way_to_the_norm(kind: str) -> None:
+    """One GPU in the place of both: what the other rank writes and says is there before."""
+    from nstf.kernels.torch.decode_step import add_norm
+    from nstf.kernels.triton.peer_rows import MOST_ROWS, MOST_VALUES, Twins
+    from nstf.runtime.decoder_glue import Given, Glue
+    from nstf.runtime.stacking import Matrix
+
+    rows, shape, device, dtype = 512, (8192, 4096), torch.device("cuda"), torch.bfloat16
+    params = {"bits": 4, "group": 128} if kind == "int" else {"quarter_bits": (12,)}
+    encoded = random_matrix(kind, params, shape, device)
+    random = torch.Generator(device).manual_seed(0)
+    x = torch.randn(rows, shape[1], generator=random, device=device).to(dtype)
+    h, gain = (
+        torch.randn(rows, shape[0], generator=random, device=device),
+        torch.ones(shape[0], device=device),
+    )
+    glue = Glue(device, 1e-5, dtype)
+    for turn in (0, 1):
+        counts = [torch.zeros(n, MOST_ROWS, dtype=torch.int32, device=device) for n in (2, 2, 1)]
+        places = torch.zeros(4, MOST_VALUES, dtype=torch.int16, device=device)
+        twins = Twins((places[0], places[1]), (places[2], places[3]), counts[0], counts[1], counts[2][0])
+        other = torch.randn(rows, shape[0], generator=random, device=device).to(dtype)
+        places[turn, : other.numel()] = other.flatten().view(torch.int16)
+        counts[0][turn] = 1
+        matrix = Matrix(encoded, None, twins=lambda *_, t=twins: t)
+        stream, ours = h.clone(), h.clone()
+        found = glue.onto(ours, matrix, Given(x), None, gain, (), turn)
+        own = linear(x, encoded)
+        expected = add_norm(stream, (own.float() + other.float()).to(dtype), gain, 1e-5, dtype)
+        assert torch.equal(ours, stream) and found.squares is None
+        torch.testing.assert_close(found.values, expected, atol=1e-2, rtol=1e-2)
+        assert torch.equal(twins.place(turn, rows, shape[0], dtype), own)
+        assert bool((counts[1][turn, :rows] == 1).all()) and not bool(counts[1][turn, rows:].any())
+
+
+def random_matrix(
+    kind: str, params: dict[str, Any], shape: tuple[int, int], device: torch.device
+) -> EncodedTensor:
+    """Random codes, and scales near one."""
+    tree = Node(kind, format_of(kind).Params(**params))
+    generator = torch.Generator().manual_seed(1)
+    arrays = {
+        path: torch.randint(256, spec.shape, generator=generator, dtype=torch.uint8)
+        if spec.dtype == torch.uint8
+        else (torch.rand(spec.shape, generator=generator) + 0.5).to(spec.dtype)
+        for path, spec in array_specs(tree, shape).items()
+    }
+    return EncodedTensor(tree, shape, {name: array.to(device) for name, array in arrays.items()})
