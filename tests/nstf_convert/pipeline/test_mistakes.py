@@ -242,6 +242,21 @@ def test_nor_is_one_replaced_that_appears_while_the_output_is_written(
     }  # fmt: skip
 
 
+def test_an_output_that_becomes_a_folder_meanwhile_costs_no_work(options, monkeypatch) -> None:
+    """It was called the user's mistake, for which the work directory goes."""
+    chosen, real = options(("ratio", 0.6), force=True), Session.__enter__
+
+    def entered(session: Session) -> Session:
+        chosen.output.mkdir()
+        return real(session)
+
+    monkeypatch.setattr(Session, "__enter__", entered)
+    with pytest.raises(NstfError, match=r"is a folder; .* which goes on from here") as raised:
+        convert(chosen)
+    assert not isinstance(raised.value, UsageError)
+    assert chosen.output.with_name(chosen.output.name + ".work").is_dir()
+
+
 def test_an_output_with_the_name_of_another_tools_file_is_refused_before_the_work(options) -> None:
     """The command said so; from Python an artifact was written under the name."""
     chosen = options(("ratio", 0.6))
