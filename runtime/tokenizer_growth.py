@@ -11,7 +11,7 @@ import json
 from contextlib import suppress
 
 from nstf.errors import UnsupportedError
-from nstf.runtime.artifact.header import check_nesting, corrupt, short
+from nstf.runtime.artifact.header import check_nesting, corrupt, short, unique
 from nstf.runtime.imports import uncollected
 from nstf.runtime.tokenizer_words import check_known, check_objects, check_vocabulary_values
 
@@ -29,31 +29,71 @@ MOST_LETTERS = 1000
 _BEFORE, _AFTER = ("normalizer", "pre_tokenizer"), ("post_processor", "decoder")
 _SEVERAL = ("normalizers", "pretokenizers", "processors", "decoders")
 # A character becomes the letters that stand for its bytes; a letter between two spaces, after its accents came apart; a word
-# behind another letter. Unicode's forms: 4 letters of U+1F82, 18 of U+FDFA; lower case: 2 of U+0130.
+# behind another letter, a token behind a space. Unicode's forms: 4 letters of U+1F82, 18 of U+FDFA; lower case: 2 of U+0130.
 _FIXED = {
     "ByteLevel": 2.0, "BertNormalizer": 12.0, "Metaspace": 4.0, "NFC": 4.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0,
-    "Lowercase": 2.0,
+    "Lowercase": 2.0, "WordPiece": 2.0,
 }  # fmt: skip
+# What decoders put a space in the place of: nothing stands between any two letters.
+_SPACED = ("suffix", "word_delimiter_token")
 
 
 def check_growth(content: bytes, where: object) -> None:
     """Raises UnsupportedError for a tokenizer.json whose rules can make more of a text than MOST times its length. One that
     has other parts than those known here is left to the library.
 
-    Raises CorruptError for one that cannot be read here: the library reads nesting twice as deep, and nothing would be known
-    of what it makes.
+    Raises CorruptError for one that is not read here as the library reads it, of which nothing would be known: it takes
+    nesting twice as deep, makes something of each of two like keys, and takes lists of values for objects.
     """
     check_vocabulary_values(content, "tokenizer.json", where)
     check_objects(content, "tokenizer.json", where)
     try:
         check_nesting(content, "the text")
         with uncollected():
-            stated = json.loads(content.decode("utf-8-sig"))
+            stated = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique)
+            _check_shape(stated)
     except (ValueError, RecursionError) as error:
         raise corrupt(where, f"its tokenizer.json is not JSON that can be read ({error})") from error
-    if isinstance(stated, dict):
-        check_rules(stated, where)
-        check_known(stated, where)
+    check_rules(stated, where)
+    check_known(stated, where)
+
+
+def _check_shape(stated: Any) -> None:
+    """Raises ValueError where something that is counted below is no object, list or text as `tokenizers` writes it."""
+    parts = [_object(stated, "it").get(name) for name in (*_BEFORE, *_AFTER, "model")]
+    parts += _objects(stated.get("added_tokens"), "added_tokens")
+    while parts:
+        rule = parts.pop()
+        if rule is None:
+            continue
+        for name, value in _object(rule, "a rule").items():
+            if name in _SEVERAL:
+                parts += _objects(value, name)
+            elif name in ("single", "pair"):
+                for piece in _objects(value, name):
+                    parts += piece.values()
+            elif name == "special_tokens":
+                parts += _object(value, name).values()
+            elif name in ("ids", "tokens"):
+                _listed(value, name)
+            elif name == "pattern" and not isinstance(value, str):
+                parts.append(_object(value, name))
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object")
+    return value
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list | None):
+        raise ValueError(f"{name} is no list")
+    return value or []
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    return [_object(item, f"what {name} holds") for item in _listed(value, name)]
 
 
 def check_made(tokenizer: Any, where: object, words: bool = False) -> None:
@@ -120,16 +160,17 @@ def _times(rule: Any) -> float:
     for name in _SEVERAL:
         for inner in rule[name] if isinstance(rule.get(name), list) else ():
             times = min(times * _times(inner), 1e300)
-    # By their fields: older files do not name the types of rules.
+    # By their fields as well: older files do not name the types of rules, and a type may have fields of another.
+    ways = [_FIXED.get(str(rule.get("type")), 1.0)]
     if "pattern" in rule and "content" in rule:
-        return times * _replaced(rule["pattern"], _length(rule["content"]))
+        ways.append(_replaced(rule["pattern"], _length(rule["content"])))
     if "prepend" in rule:
-        return times * (1 + _length(rule["prepend"]))
+        ways.append(1.0 + _length(rule["prepend"]))
     if "precompiled_charsmap" in rule:
-        return times * _mapped(rule["precompiled_charsmap"])
-    if "single" in rule:
-        return times * max(_laid_out(rule, rule.get(name)) for name in ("single", "pair"))
-    return times * _FIXED.get(str(rule.get("type")), 1.0)
+        ways.append(_mapped(rule["precompiled_charsmap"]))
+    ways += [_laid_out(rule, rule[name]) for name in ("single", "pair") if name in rule]
+    ways += [_replaced(rule[name], 1) for name in _SPACED if name in rule]
+    return times * max(ways)
 
 
 def _replaced(pattern: Any, size: int) -> float:

@@ -87,7 +87,8 @@ def _exported(path: Path, request: Request, planned: Any) -> tuple[ExportPlan, F
             planned(found)
         found.check_loss(request.allow_loss)
         writing.check_space(request.output, found.size_bytes)
-        with writing.staged(request.output, single, request.overwrite) as folder:
+        given = [path] if request.source is None else [path, request.source]
+        with writing.staged(request.output, single, request.overwrite, given) as folder:
             _write(artifact, found, request, folder, stem)
             if single:  # tokenizer and config would take the place of neighbours of these names
                 for file in [f for f in folder.iterdir() if f.name not in (*names, writing.UNFINISHED)]:

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from glob import escape
 from pathlib import Path
 
@@ -129,15 +129,18 @@ def check_space(output: Path, size_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def staged(output: Path, single_file: bool = False, overwrite: bool = False) -> Iterator[Path]:
-    """A hidden folder that becomes `output` when the block ends well, and vanishes when it does not.
+def staged(
+    output: Path, single_file: bool = False, overwrite: bool = False, inputs: Iterable[Path] = ()
+) -> Iterator[Path]:
+    """A hidden folder that becomes `output` when the block ends well, and vanishes when it does not. inputs: what may lie in
+    a hidden folder of such a name, which then stays.
 
     single_file: its files move beside `output`, that named `output.name` last: whoever sees it sees all. Raises UsageError
     where one of them is there already, without overwrite; an older `output` is never beside weights that are not its own.
     """
     # Where a link leads: the data stays on the disk that it points to, and the link stays.
     output = output.resolve()
-    _remove_stale(output)
+    _remove_stale(output, [path.resolve() for path in inputs])
     with disk_errors(output):
         partial, lock = _hidden_folder(output)
     try:
@@ -210,16 +213,19 @@ def _hidden_folder(output: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _remove_stale(output: Path) -> None:
+def _remove_stale(output: Path, inputs: Collection[Path] = ()) -> None:
     """Removes hidden folders that killed exports of the same name left: unfinished ones, and what they had replaced.
 
-    Folders of such a name that hold something but neither our mark nor our card are somebody else's.
+    Folders of such a name that hold something but neither our mark nor our card are somebody else's. One that holds an input
+    stays.
     """
     name = escape(output.name)
     left = list(output.parent.glob(f".{name}.part.????????"))
     if output.exists():  # else the only whole one may be among them
         left += output.parent.glob(f".{name}.old.????????")
     for leftover in left:
+        if any(leftover in path.parents for path in inputs):
+            continue
         with contextlib.suppress(OSError, NstfError):
             if any(leftover.iterdir()) and not (leftover / UNFINISHED).exists() and not _is_export(leftover):
                 continue

@@ -29,6 +29,8 @@ MAX_BYTES = 16 << 20
 MAX_DEPTH = 16
 MAX_ITEMS = 200_000
 MAX_LABELS = 65_536
+# Letters of a text: some name a layer with each.
+MAX_TEXT = 65_536
 # Positions, windows, sizes of chunks; and whatever else a number may mean.
 MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
 # What small models state beyond the sizes of their tensors: heads of a group, classes, buckets, positions of an image.
@@ -166,6 +168,10 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
             _check_sum(value, limits, where, path)
         for item in value:
             _check(item, limits, where, path, depth + 1, seen)
+    elif isinstance(value, str) and len(value) > MAX_TEXT:
+        raise CorruptError(
+            f"{where}: its config.json says {short(path)} by a text of {len(value)} letters, at most {MAX_TEXT} are accepted"
+        )
     elif type(value) in (int, float):
         most = _most(path, limits)
         if (type(value) is int or math.isfinite(value)) and abs(value) > most:

@@ -118,7 +118,7 @@ def strict_json(raw: bytes, what: str) -> Any:
     try:
         return json.loads(
             text,
-            object_pairs_hook=_unique,
+            object_pairs_hook=unique,
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
@@ -164,7 +164,8 @@ def marks(text: str | bytes) -> int:
     return sum(text.count(mark) for mark in (b",", b"[", b"{"))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON reader. Raises HeaderError for a key that comes twice, of which others may take the other."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

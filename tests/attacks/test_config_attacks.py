@@ -101,6 +101,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "levels": {"architectures": ["Deimv2Model"], "model_type": "deimv2", "num_feature_levels": 2**31},
     "quantisers": {"architectures": ["MimiModel"], "model_type": "mimi", "num_quantizers": 65_536},
     "labels as a list": {**LLAMA, "id2label": [1] * 100},
+    "layers by the letters of a text": {**LLAMA, "hybrid_override_pattern": "M" * 100_000},
     "labels by the hundred thousand": {**LLAMA, "id2label": {str(i): str(i) for i in range(100_000)}},
 }  # fmt: skip
 

@@ -105,6 +105,18 @@ GROWING: dict[str, dict[str, Any]] = {
     "tokens that become words": {
         "decoder": {"type": "Sequence", "decoders": [{**LONG, "pattern": {"String": "a"}}] * 2}
     },
+    "spaces in the place of nothing": {
+        "decoder": {"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 20}
+    },
+    "spaces for a delimiter that is nothing": {
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": False}] * 20,
+        }
+    },
+    "a template with the fields of another rule": {
+        "post_processor": {**TEMPLATE, "single": [*[SPECIAL] * 300, TEXT], "pattern": "zz", "content": ""}
+    },
     "a token of a long text": {"model": WORDS | {"vocab": {"x": 0, "a" * 70_000: 1}}},
     "a token of a long text, with a score": {
         "model": {"type": "Unigram", "unk_id": 0, "vocab": [["x", 0.0], ["a" * 70_000, -1.0]]}
@@ -136,6 +148,40 @@ def test_what_is_not_walked_through_is_not_left_to_a_library_that_does(tmp_path:
     )
     for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "ä", 2))):
         with pytest.raises(CorruptError, match=r"its tokenizer\.json is not JSON that can be read"):
+            way()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '"normalizer": [[{"String": "a"}, "aaaa"]]',
+        '"normalizer": {"type": "Sequence", "normalizers": [["a"]]}',
+        '"decoder": {"type": "Sequence", "decoders": {"a": 1}}',
+        '"post_processor": {"single": [{"SpecialToken": ["x", 0]}], "pair": [], "special_tokens": {}}',
+        '"post_processor": {"single": [], "pair": [], "special_tokens": {"A": ["A", [1], ["A"]]}}',
+        '"normalizer": {"type": "Replace", "pattern": ["a"], "content": "b"}',
+        '"added_tokens": [[0, "a"]]',
+        '"model": {"type": "BPE", "vocab": {}, "merges": []}',
+    ],
+)
+def test_what_is_counted_is_as_tokenizers_writes_it(part: str, tmp_path: Path) -> None:
+    """It reads lists of values as objects, and makes something of each of two like keys: rules in them were not counted, and
+    48 KB took 8 GB. The last of these is a second model."""
+    path = file_with(tmp_path / "m.nstf")
+    odd = json.dumps(EXAMPLE)
+    key = part.split(":")[0]
+    if key != '"model"':
+        odd = json.dumps({k: v for k, v in EXAMPLE.items() if k != key.strip('"')})
+    files = {k: json.dumps(v).encode() for k, v in (("config.json", LLAMA), ("generation_config.json", {}))}
+    content = {
+        "tokenizer.json": f"{{{part}, {odd[1:]}".encode(),
+        "tokenizer_config.json": json.dumps(SETTINGS).encode(),
+    }
+    write_artifact(path, tensors(), files | content)
+    for way in (lambda: load_tokenizer(path), lambda: list(engine_stream(path, "ä", 2))):
+        with pytest.raises(
+            CorruptError, match=r"tokenizer\.json is not JSON that can be read \(.*(is no|twice)"
+        ):
             way()
 
 

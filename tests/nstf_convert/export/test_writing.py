@@ -37,6 +37,20 @@ def test_what_a_killed_export_left_is_removed_by_the_next_of_its_name(tmp_path: 
     assert sorted(p.name[:4] for p in tmp_path.iterdir()) == [".y.p", "[x]"]
 
 
+def test_an_input_in_a_folder_of_such_a_name_stays(tmp_path: Path) -> None:
+    """The artifact that was exported went with it."""
+    for name in (".out.part.abcdefgh", ".out.old.abcdefgh"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "README.md").write_text(f"{writing.MARK}\n")
+        (folder / "a.nstf").write_bytes(b"mine")
+    (tmp_path / "out").mkdir()
+    given = [tmp_path / ".out.part.abcdefgh" / "a.nstf"]
+    with writing.staged(tmp_path / "out", inputs=given) as partial:
+        (partial / "README.md").write_text(f"{writing.MARK}\n")
+    assert given[0].read_bytes() == b"mine" and not (tmp_path / ".out.old.abcdefgh").exists()
+
+
 def test_the_files_of_an_export_at_work_stay(tmp_path: Path) -> None:
     with writing.staged(tmp_path / "x", overwrite=True) as folder:
         (folder / "config.json").write_bytes(b"first")
