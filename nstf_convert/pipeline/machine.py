@@ -97,6 +97,12 @@ class Machine:
         room = (self.host_bytes - 2 * GPU_BASE_BYTES) // COMPILE_BYTES
         return max(0, min((self.threads + 1) // 2, room))
 
+    @property
+    def core_each(self) -> bool:
+        """Whether what runs side by side takes a core each, where memory leaves room for one alone as well: torch adds up in
+        another order with several threads, and how much memory is free changes no bytes."""
+        return not self.on_gpu and self.threads > 1
+
     def workers(self, bytes_each: int) -> int:
         """Threads that may work at a time when each needs so much memory; at least one. A GPU is driven by one."""
         return 1 if self.on_gpu else self.workers_on_host(bytes_each)

@@ -105,7 +105,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
             consumer,
             session.stages.tick,
             sharing,
-            _workers(session, model, data),
+            *_workers(session, model, data),
         )
     return TensorFile(_path(session))
 
@@ -160,17 +160,18 @@ def _proposing(session: "Session", identity: str) -> Consumer:
     return Consumer(once.__contains__, use)
 
 
-def _workers(session: "Session", model: StreamedModel, data: inputs.Data) -> int:
-    """Batches that run side by side: as many as there are cores and memory for. Sharing a batch between cores takes 1.2 to
-    1.4 times as long."""
+def _workers(session: "Session", model: StreamedModel, data: inputs.Data) -> tuple[int, bool]:
+    """(batches that run side by side: as many as there are cores and memory for; whether each takes a core). Sharing a batch
+    between cores takes 1.2 to 1.4 times as long."""
     config = model.module.config.get_text_config()
     if not data.language or (width := getattr(config, "hidden_size", 0)) == 0:
-        return 1
+        return 1, False
     layers, inner = getattr(config, "num_hidden_layers", 1), getattr(config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * width
     # The stream before each layer, and one layer's activations with their gradients; some logits; the largest weight.
     activations = 4 * session.tokens_per_batch * (width * (layers + LAYER_WIDTHS) + LAYER_WIDTHS * inner)
-    return session.machine.workers(activations + LOGITS * 4 * HEAD_ELEMENTS["cpu"] + 8 * width * inner)
+    each = activations + LOGITS * 4 * HEAD_ELEMENTS["cpu"] + 8 * width * inner
+    return session.machine.workers(each), session.machine.core_each
 
 
 def _path(session: "Session") -> Path:

@@ -71,19 +71,21 @@ def calibrate_model(
     tick: Tick = lambda share: None,
     sharing: Sharer | None = None,
     workers: int = 1,
+    core_each: bool = False,
 ) -> None:
     """Runs the calibration of `model` on `data` and writes it to `path`.
 
     consumer: is shown the Hessians of every layer as they are finished; those it covers are not stored.
     tick: is told the share of the work that a step was. sharing: other processes that do a part of it. workers: batches
-    that run side by side on a CPU, a core each: most operations of a forward pass gain little from several.
+    that run side by side on a CPU. core_each: a core each, also where memory leaves room for one batch alone: most
+    operations of a forward pass gain little from several.
 
     Raises UnsupportedError where the model computes no numbers, UsageError where it does so on arrays that were given.
     """
     with (
         _blaming(data),
         TensorFileWriter(path) as writer,
-        torch_threads(1) if workers > 1 else nullcontext(),
+        torch_threads(1) if core_each else nullcontext(),
     ):
         pieces = None if sharing is None else sharing.begin(GRADIENTS, *data_needed(data))
         back = BACKWARD * len(data.to_read) / (BACKWARD * len(data.to_read) + len(data.fit))

@@ -166,7 +166,7 @@ class Encoder:
         # The largest first, so that no core is left with the embedding table at the end.
         order = sorted(groups.values(), key=lambda g: -sum(u.elements for u in g))
         try:
-            torch.set_num_threads(1 if workers > 1 else threads)
+            torch.set_num_threads(1 if self._machine.core_each else threads)
             with each_of(workers) as each:
                 done = [pair for part in each(run, order) for pair in part]
         finally:

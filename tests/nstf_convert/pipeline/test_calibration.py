@@ -157,8 +157,8 @@ def test_batches_side_by_side_give_the_bytes_of_one_after_the_other(file, small,
     contents = []
     for workers in (1, 3):
         model = StreamedModel.from_checkpoint(open_checkpoint(str(small.folder)))
-        with torch_threads(1):
-            calibrate_model(model, data, tmp_path / str(workers), {}, 0, 64, workers=workers)
+        with torch_threads(2):
+            calibrate_model(model, data, tmp_path / str(workers), {}, 0, 64, workers=workers, core_each=True)
         made = TensorFile(tmp_path / str(workers))
         contents.append(({n: made.get(n) for n in sorted(made.names())}, made.metadata))
     (one, facts), (many, same_facts) = contents
