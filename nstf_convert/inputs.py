@@ -8,7 +8,7 @@ from glob import escape
 from pathlib import Path
 
 from nstf.errors import UsageError
-from nstf.runtime.artifact.atomic_file import appeared
+from nstf.runtime.artifact.atomic_file import appeared, is_unfinished
 
 # Endings of files that tools take for a model of theirs, or for its settings.
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
@@ -45,6 +45,10 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
             continue
         if same_file(place, given):
             raise UsageError(f"{what} {path} is the input{_named(path, source)}: give another name")
+        if is_unfinished(given, place) and same_file(given.parent, place.parent):
+            raise UsageError(
+                f"{source} has the name of an unfinished {path.name}, which is removed: rename it, or give another name"
+            )
         if any(same_file(place, file) for file in _beside(given, place)):
             raise UsageError(f"{what} {path} is read with {source}: give another name")
         if not given.is_dir():

@@ -287,8 +287,9 @@ def _write(run: Run, final: Final) -> tuple[dict[str, Any], int]:
     try:
         written = write_artifact(options.output, sources, files, meta, keep=not options.force, ready=check)
     except UsageError as error:
-        # The name was good when the work began: what is made of it since (a folder) is not the user's mistake, by which the
-        # work directory would go.
+        if not options.output.is_dir():
+            raise
+        # It was none when the work began: not the user's mistake, for which the work directory would go.
         raise NstfError(f"{error}; run the same again, which goes on from here") from error
     if written != size:
         raise NstfError(f"{options.output} has {written} bytes instead of {size}: please report this")

@@ -171,6 +171,11 @@ def _create(temporary: Path) -> int:
         os.close(descriptor)  # taken for stale between its creation and the lock: once more
 
 
+def is_unfinished(file: Path, path: Path) -> bool:
+    """Whether a file has the name of what a killed writer of `path` left, which the next one removes."""
+    return file.name.startswith(_mark(path)) and file.name.endswith(".tmp")
+
+
 def _remove_stale(path: Path) -> None:
     """Removes temporary files that killed writers of the same final name left behind."""
     for leftover in sorted(path.parent.glob(f"{_mark(path)}*.tmp")):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import nstf_convert
 from nstf.errors import CorruptError, UsageError
+from nstf.runtime.artifact.atomic_file import _temporary_name
 from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.cli import run
 from nstf_convert.export.writing import MARK
@@ -319,3 +320,17 @@ def test_a_calibration_from_python_takes_no_place_of_its_text(folder: Path) -> N
     with pytest.raises(UsageError, match="is the input"):
         calibrate(options)
     assert text.read_text() == "a text of mine"
+
+
+def test_an_input_with_the_name_of_an_unfinished_output_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was removed before the output was written."""
+    for words, name in (
+        (["eval", "FILE", "--reference", "model", "--dataset", "texts", "--junit"], "j.xml"),
+        (["compile", "FILE", "--target", "sm_90", "-o"], "k.nstfk"),
+    ):
+        file = _temporary_name(Path(name))
+        shutil.copy("m.nstf", file)
+        assert run([str(file) if word == "FILE" else word for word in words] + [name]) == 2
+        assert f"has the name of an unfinished {name}" in capsys.readouterr().err and file.exists()
