@@ -34,7 +34,9 @@ MOST_CHANGED = 1 << 26
 # The highest number of such a token, below which some tokenizers fill every place; and tokens that are made for a number (of
 # T5, ByT5 and Pegasus).
 MOST_NUMBER = 1 << 19
-MOST_MADE = 1 << 14
+MOST_MADE = 1 << 12
+# Tokens that settings list: adding them to a tokenizer in Python takes time by their square, 10 seconds for so many.
+MOST_LISTED = 1 << 13
 _MADE = ("extra_ids", "offset")
 # Letters of the words of a model that looks for the likeliest division (Unigram): its trie takes 340 bytes for each.
 MOST_LETTERS_KNOWN = 1 << 22
@@ -42,8 +44,8 @@ MOST_LETTERS_KNOWN = 1 << 22
 MOST_LETTERS_MERGED = 1 << 26
 # Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
 MOST_TABLE = 1 << 22
-_BANDS = ("feature_size", "num_mel_bins", "num_mel_filters")
-_SAMPLES = ("fft_length", "fft_window_size", "n_fft", "win_length", "window_size")
+_BANDS = ("feature_size", "num_mel_bins", "num_mel_filters", "n_mels", "num_chroma")
+_SAMPLES = ("filter_length", "fft_length", "fft_window_size", "n_fft", "win_length", "window_size")
 # Bands and seconds of a window where settings state none: the most that an extractor takes then.
 _USUAL_BANDS = 128
 _USUAL_SECONDS = 0.064
@@ -119,6 +121,7 @@ def check_added(stated: Any, name: str, where: object) -> list[str]:
             # A token is a text, or an object with its `content`; some are a list of tokens, or have names.
             one = not isinstance(more, dict | list) or (isinstance(more, dict) and "content" in more)
             words += [more] if one else list(more.values()) if isinstance(more, dict) else more
+            _refuse_above(MOST_LISTED, 1 if one else len(more), f"tokens in a list of its {name}", where)
         made = [stated[key] for key in _MADE if type(stated.get(key)) is int]
         _refuse_above(MOST_MADE, max(made, default=0), f"tokens made for a number in its {name}", where)
         _refuse_above(

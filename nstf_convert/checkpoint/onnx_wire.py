@@ -92,11 +92,12 @@ def fields(data: mmap.mmap, span: Span) -> Iterator[tuple[int, int, int, Span]]:
 
 def initialisers(data: mmap.mmap) -> Iterator[Initialiser]:
     """The initialisers of the model's main graph. Raises WireError."""
-    graphs = [
+    found_graphs = (
         span for number, kind, _, span in fields(data, Span(0, len(data))) if (number, kind) == (7, BYTES)
-    ]
+    )
+    graphs = list(islice(found_graphs, 2))
     if len(graphs) != 1:
-        raise WireError(f"{len(graphs)} graphs, expected one")
+        raise WireError(f"{len(graphs) or 'no'} graphs{' or more' if graphs else ''}, expected one")
     tensors = pieces = 0
     for number, kind, _, span in fields(data, graphs[0]):
         if (number, kind) == (5, BYTES):

@@ -29,6 +29,10 @@ _STORAGE = "Storage"
 MOST_BYTES = 256 << 20
 # Objects inside an object, those that are there twice counted twice: hashing a tuple goes through them all.
 MOST_NESTED = 1 << 16
+# Objects that wait for what takes them together: torch.save hands on a thousand at a time.
+MOST_STACKED = 1 << 20
+# Objects that may come again; a tensor has some ten.
+MOST_KEPT = 1 << 22
 
 _ONES = {
     "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "BINFLOAT", "FLOAT",
@@ -120,6 +124,8 @@ def _check(data: bytes, records: Mapping[str, int]) -> None:
 
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
+        if len(stack) + len(marks) > MOST_STACKED or len(memo) > MOST_KEPT:
+            raise UnsupportedError("more objects than a state dict has")
         if "UNICODE" in name:
             words = [*words[-1:], str(argument)]
         if name in _ONES:

@@ -563,6 +563,16 @@ def test_tokens_of_several_settings_are_counted_together() -> None:
     assert tokenizer_files.tokenizer_from_files(files("a", "a"), "m") is not None
 
 
+def test_a_list_of_tokens_has_a_limit() -> None:
+    """A tokenizer in Python takes time by their square: 8,000, in 65 KB, 10 s."""
+    stated = {"extra_special_tokens": [f"<{i}>" for i in range(8192)]}
+    check_added(stated, "tokenizer_config.json", "m")
+    with pytest.raises(UnsupportedError, match=r"8193 tokens in a list of its tokenizer_config\.json"):
+        check_added(
+            {"extra_special_tokens": [*stated["extra_special_tokens"], "<x>"]}, "tokenizer_config.json", "m"
+        )
+
+
 def test_rules_that_change_added_tokens_have_a_limit_together() -> None:
     """Each is applied to each when a tokenizer is loaded: 8,000 of both, in 100 KB, took 18 s."""
     tokens = [{"id": i, "content": "letters"} for i in range(1000)]
@@ -602,6 +612,12 @@ def test_a_table_of_sound_has_a_limit() -> None:
             "sampling_rate": 16000,
         },
         {"feature_extractor_type": "SpeechT5FeatureExtractor", "win_length": 50_000, "sampling_rate": 16000},
+        {
+            "feature_extractor_type": "UnivNetFeatureExtractor",
+            "filter_length": 1_000_000,
+            "num_mel_bins": 500,
+        },
+        {"melspec_kwargs": {"n_fft": 400_000, "n_mels": 500}},
         {"feature_size": float("inf")},
     ],
 )

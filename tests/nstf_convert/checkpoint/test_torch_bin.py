@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError
 from nstf_convert.checkpoint import open_checkpoint, torch_bin
+from nstf_convert.checkpoint import pickled as pickled_reader
 
 Make = Callable[..., Path]
 
@@ -277,6 +278,19 @@ HOSTILE = {
     "a set": pickled(KEY, b"cbuiltins\nset\n", b")R"),
     "a type that is none": pickled(KEY, b"ctorch\nload\n", b")R"),
 }
+
+
+@pytest.mark.parametrize("repeated", [b"N", b"(", b"\x94", b"2"])
+def test_objects_of_a_pickle_have_a_limit(
+    repeated: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits, and what may come again: 20 MB took 1.6 GB."""
+    monkeypatch.setattr(pickled_reader, "MOST_STACKED", 1000)
+    monkeypatch.setattr(pickled_reader, "MOST_KEPT", 1000)
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}" + repeated * 2000 + b".")
+    with pytest.raises(UnsupportedError, match="more objects than a state dict has"):
+        pickled_reader.check_pickle(tmp_path / "x.bin")
 
 
 def test_names_in_a_pickle_import_nothing(tmp_path: Path) -> None:
