@@ -82,7 +82,7 @@ def check_words(name: str, content: bytes, where: object) -> None:
         except (IndexError, KeyError) as error:
             raise corrupt(where, f"its {name} is no model of sentencepiece's that can be read") from error
     else:
-        lines = max(content.count(b"\n"), content.count(b"\r"))
+        lines = content.count(b"\n") + content.count(b"\r") - content.count(b"\r\n")
         _refuse_above(MOST_LINES, lines, f"lines in its {name}", where)
         longest = max(map(len, content.splitlines()), default=0)
     _refuse_above(MOST_WORD, longest, f"bytes of a word in its {name}", where)
