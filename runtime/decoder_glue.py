@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from nstf.kernels.linear import linear
 from nstf.kernels.torch import decode_step as reference
 from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.triton.ended import ended, ended_specs
@@ -97,13 +98,17 @@ class Glue:
         turn: int,
     ) -> Tensor:
         """As `onto`, over the rows of a prompt of two ranks."""
-        from nstf.kernels.triton.linear import matmul_twice
+        from nstf.kernels.triton.linear import matmul_twice, supports
         from nstf.kernels.triton.peer_rows import met_norm
 
         assert matrix.encoded is not None
         place = twins.place(turn, len(h), matrix.encoded.shape[0], self.dtype)
         with torch.cuda.device(self.device):
-            y = matmul_twice(x.values, matrix.encoded, place)
+            if supports(matrix.encoded, self.device, len(h)):
+                y = matmul_twice(x.values, matrix.encoded, place)
+            else:  # on this rank perhaps: the others must not wait
+                y = linear(x.values, matrix.encoded)
+                place.copy_(y)
             return met_norm(h, y, gain, self.epsilon, twins, turn, self.arch, out_gain)
 
     def products(self, matrices: tuple[Matrix, ...], x: Given) -> Tensor:

@@ -87,10 +87,12 @@ def decoder_specs(
     except (CorruptError, UnsupportedError, ValueError, AttributeError):
         return []
     made: list[KernelSpec] = []
-    sizes = sorted({b for b in batches if b <= LARGEST_BATCH})
+    rows = sorted(set(batches))
+    sizes = [b for b in rows if b <= LARGEST_BATCH]
     for batch in sizes:
         made += _step(config, batch, dtype, row.target)
-    for batch in sizes:
+    for batch in rows:
+        made += _prompt(config, batch, dtype, row.target)
         made += _ended(artifact, config, batch, dtype, row.target)
     made += planned_specs(artifact, config, sizes, dtype, row)
     for name in artifact.names():
@@ -99,6 +101,21 @@ def decoder_specs(
             for i in range(_LOOKED_UP.bit_length()):
                 made += row_specs(table, 1 << i, dtype, row.target)
     return made
+
+
+def _prompt(config: EngineConfig, rows: int, dtype: torch.dtype, target: str) -> Iterator[KernelSpec]:
+    """Of prompts of so many tokens in all."""
+    from nstf.kernels.triton.decode_step import gate_spec, norm_spec
+    from nstf.kernels.triton.prompt_heads import place_spec
+
+    shape, family = config.shape, config.family
+    yield norm_spec(rows, shape["hidden"], dtype, target)
+    yield norm_spec(rows, shape["hidden"], dtype, target, dtype, family.out_norms)
+    yield gate_spec(rows, shape["ffn"], dtype, shape["gelu"], target)
+    heads = Heads(shape["heads"], shape["kv_heads"], shape["head_size"], shape["score_scale"])
+    # Filled up to whole STEPs; what fills a short context may be no multiple of 16.
+    sizes = ("tokens", "first_at", "capacity") if shape["context"] % 16 == 0 else ("first_at",)
+    yield place_spec(rows, heads, sizes, dtype, family.qk_norm, bool(config.biases), target)
 
 
 def _step(config: EngineConfig, batch: int, dtype: torch.dtype, target: str) -> Iterator[KernelSpec]:

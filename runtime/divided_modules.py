@@ -35,8 +35,8 @@ class Divided:
 
 
 class SummedLinear(Divided):
-    """A product cut by columns: the sum over ranks, of float32 and rounded once, as one process would (but for long prompts
-    on GPUs, whose parts are rounded before); then the bias.
+    """A product cut by columns: the sum over ranks, of float32 and rounded once, as one process would (but for prompts of
+    SHORT_ROWS and more on GPUs, whose parts are rounded before); then the bias.
 
     following: the encoded weights of the products that come next. Those that will be decoded as a whole are decoded while
     the sum is under way.
@@ -52,7 +52,8 @@ class SummedLinear(Divided):
         return y.view(*input.shape[:-1], -1)
 
     def product(self: Any, x: Tensor) -> Tensor:
-        """The product of all ranks, for a caller who adds it to float32; in that but where parts are added in 16 bits."""
+        """The product of all ranks, for a caller who adds it to float32: in that; of many rows on GPUs in x's dtype, in
+        which parts are added then."""
         y: Tensor = self.ranks.sum(self._term(x))
         return y if self.bias is None else y + self.bias
 

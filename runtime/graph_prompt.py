@@ -46,9 +46,9 @@ class _Prompt:
 
 
 class Prompts:
-    """The prompts of one model on one device. layers: their number; capture: None for prompts as they are; ranks: those that
-    run the model together, None for this process alone; own: the logits of prompts of up to `longest` tokens by the
-    decoder's layers, of (ids, the place of the last token)."""
+    """The prompts of one model on one device. layers: their number; capture: makes a replay, None for no graphs; ranks:
+    those that run the model together, None for this process alone; own: the logits of prompts of up to `longest` tokens by
+    the decoder's layers, of (ids, the place of the last token)."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Prompts:
         batch, kv_heads, capacity, size] then, and anything behind them. The logits are valid until the next call."""
         batch, count = ids.shape
         filled = min(-(-count // STEP) * STEP, cache.shape[4])
-        if self._capture is None or torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled():
             return self._by_modules(ids, 1, cache)
         if batch * filled > MOST_ROWS:
             # Of such the modules of ranks sum a part while they multiply the next (divided_modules.py).
@@ -97,7 +97,7 @@ class Prompts:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         self._seen[key] += 1
-        if self._seen[key] < CAPTURED_FROM:
+        if self._capture is None or self._seen[key] < CAPTURED_FROM:
             return None
         while len(self._graphs) >= KEPT_GRAPHS:
             oldest, _ = self._graphs.popitem(last=False)
@@ -145,7 +145,14 @@ class Prompts:
         """After the token at the place `last` of each sequence."""
         if ids.shape[1] > self._longest:
             return self._by_modules(ids, last, cache)
-        return self._own(ids, last)
+        try:
+            return self._own(ids, last)
+        except launch_errors() as error:
+            if self._ranks is not None:  # the others wait for this one's sums
+                raise
+            _log.warning("prompts go through transformers' modules: %s", " ".join(str(error).split())[:300])
+            self._longest = 0
+            return self._by_modules(ids, last, cache)
 
     def _by_modules(self, ids: Tensor, kept: int | Tensor, cache: Tensor) -> Tensor:
         """kept: which logits, as transformers' `logits_to_keep`: one of each sequence."""

@@ -184,7 +184,8 @@ def _twins(ranks: Told, device: torch.device) -> tuple[Twins, Twins, tuple[Any, 
 
 
 def _rows_right(twins: Twins, rank: int, other: int, device: torch.device) -> bool:
-    """As below, of rows. rank: this one's number; other: that of the one who answers."""
+    """Whether sums of rows are right, as `_adds_right` asks of small ones. rank: this one's number; other: that of the one
+    who answers."""
     from nstf.kernels.triton.peer_rows import met_norm
 
     right, rows, width = True, 96, 512

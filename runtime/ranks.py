@@ -98,7 +98,8 @@ class Ranks:
         return sums.alone if _ALONE.get() else sums.peers
 
     def twins(self, device: torch.device) -> Twins | None:
-        """What a kernel needs to add rows of a prompt over two ranks; None for more, and as `peers`."""
+        """What a kernel needs to add rows of a prompt over two ranks; None for more ranks, and where `peers` gives
+        None."""
         sums = peer_sums.made(self.size, device)
         if sums is None:
             return None

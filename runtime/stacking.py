@@ -30,8 +30,8 @@ _PATHS = {"shuffle": shuffle.SEGMENT, "trellis": trellis.SIDE}
 @dataclass(frozen=True)
 class Matrix:
     """A projection: an encoded matrix or a dense one, and its bias. Where this rank has a part of it, whole: the product of
-    all ranks; peers, twins: what the product's last launch, or the one after it, needs to sum over ranks, if GPUs can
-    (`SummedLinear`)."""
+    all ranks; peers: what the product's last launch needs to sum over ranks, if GPUs can; twins: what the launch after it
+    needs to add rows of a prompt (`SummedLinear`)."""
 
     encoded: EncodedTensor | None
     dense: Tensor | None
@@ -67,8 +67,8 @@ def matrix_of(module: Any) -> Matrix:
     bias, whole = module.bias, getattr(module, "product", None)
     if stored is None:
         return Matrix(None, module.weight, bias, whole)
-    met = (getattr(module, name, None) for name in ("peers", "twins"))
-    return Matrix(stored.encoded, None, bias, whole, *met)
+    peers, twins = getattr(module, "peers", None), getattr(module, "twins", None)
+    return Matrix(stored.encoded, None, bias, whole, peers, twins)
 
 
 def stacked(modules: tuple[Any, ...]) -> tuple[Matrix, ...]:

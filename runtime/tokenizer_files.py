@@ -24,6 +24,7 @@ from nstf.runtime.tokenizer_words import (
     ADDED,
     BYTE_MAPS,
     check_added,
+    check_added_to_python,
     check_byte_maps,
     check_letters_added,
     check_vocabulary_values,
@@ -103,6 +104,8 @@ def tokenizer_from_files(files: Mapping[str, bytes], where: str) -> Any:
                 # Several files may add the same ones, which are there once.
                 added.update(tokens)
                 check_letters_added(added, "its settings add", where)
+                if "tokenizer.json" not in files:
+                    check_added_to_python(added, where)
                 Path(folder, name).write_bytes(kept)
         try:
             with without_hub():

@@ -9,7 +9,7 @@ from nstf.runtime.artifact.header import STRING, corrupt, marks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from typing import Any
 
 ADDED = "added_tokens.json"
@@ -35,8 +35,9 @@ MOST_CHANGED = 1 << 26
 # T5, ByT5 and Pegasus).
 MOST_NUMBER = 1 << 19
 MOST_MADE = 1 << 12
-# Tokens that settings list: adding them to a tokenizer in Python takes time by their square, 10 seconds for so many.
-MOST_LISTED = 1 << 13
+# Tokens that settings add to a tokenizer in Python, one without a tokenizer.json: they take time by their square, 10 seconds
+# for so many. Known ones add some thousand (places in images).
+MOST_ADDED = 1 << 13
 _MADE = ("extra_ids", "offset")
 # Letters of the words of a model that looks for the likeliest division (Unigram): its trie takes 340 bytes for each.
 MOST_LETTERS_KNOWN = 1 << 22
@@ -121,7 +122,6 @@ def check_added(stated: Any, name: str, where: object) -> list[str]:
             # A token is a text, or an object with its `content`; some are a list of tokens, or have names.
             one = not isinstance(more, dict | list) or (isinstance(more, dict) and "content" in more)
             words += [more] if one else list(more.values()) if isinstance(more, dict) else more
-            _refuse_above(MOST_LISTED, 1 if one else len(more), f"tokens in a list of its {name}", where)
         made = [stated[key] for key in _MADE if type(stated.get(key)) is int]
         _refuse_above(MOST_MADE, max(made, default=0), f"tokens made for a number in its {name}", where)
         _refuse_above(
@@ -133,6 +133,11 @@ def check_added(stated: Any, name: str, where: object) -> list[str]:
     highest = max((number for number in numbers if type(number) is int), default=0)
     _refuse_above(MOST_NUMBER, highest, f"as the number of a token that its {name} adds", where)
     return texts
+
+
+def check_added_to_python(tokens: Collection[str], where: object) -> None:
+    """Raises UnsupportedError for more tokens than MOST_ADDED."""
+    _refuse_above(MOST_ADDED, len(tokens), "tokens that its settings add without a tokenizer.json", where)
 
 
 def check_letters_added(texts: Iterable[str], by: str, where: object) -> None:

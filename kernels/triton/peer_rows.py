@@ -6,8 +6,8 @@ program has a row: it says that the rows of its rank have arrived, waits for the
 word crosses the link here. For more ranks NCCL sends less.
 
 There are two places for rows, which the sums of a layer use in turn. A rank writes to one again once it has made the sum in
-between, which waited for the other's word, and the other gave that after it had read the first: nothing is overwritten
-before it is read.
+between, here or by NCCL, which waited for the other, and the other came to it after it had read the first: nothing is
+overwritten before it is read.
 """
 
 from dataclasses import dataclass

@@ -46,7 +46,7 @@ def _place_values(
     here, bias, into, first, head, step,
     COUNT: tl.constexpr, SIZE: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As above, as they are."""
+    """Heads `head` of values, with bias, into places of `into` that are `step` numbers apart."""
     d = tl.arange(0, WIDTH)
     if PDL:
         tl.extra.cuda.gdc_wait()

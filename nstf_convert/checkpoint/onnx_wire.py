@@ -97,7 +97,7 @@ def initialisers(data: mmap.mmap) -> Iterator[Initialiser]:
     )
     graphs = list(islice(found_graphs, 2))
     if len(graphs) != 1:
-        raise WireError(f"{len(graphs) or 'no'} graphs{' or more' if graphs else ''}, expected one")
+        raise WireError(f"{'several graphs' if graphs else 'no graph'}, expected one")
     tensors = pieces = 0
     for number, kind, _, span in fields(data, graphs[0]):
         if (number, kind) == (5, BYTES):

@@ -105,7 +105,7 @@ def convert(
         result = pipeline.convert(chosen, write_reports)
     except (KeyboardInterrupt, OSError, NstfError) as error:
         # Nor is it complete where something else took its name, or took it away.
-        if _identity(output) in (before, None) or not output.is_file() or isinstance(error, AppearedError):
+        if _identity(output) == before or not output.is_file() or isinstance(error, AppearedError):
             raise
         raise _complete(output, error, bool(report)) from error
     if json:

@@ -224,7 +224,7 @@ def _remove_stale(output: Path, inputs: Collection[Path] = ()) -> None:
     if output.exists():  # else the only whole one may be among them
         left += output.parent.glob(f".{name}.old.????????")
     for leftover in left:
-        if any(leftover in path.parents for path in inputs):
+        if any(leftover in (path, *path.parents) for path in inputs):
             continue
         with contextlib.suppress(OSError, NstfError):
             if any(leftover.iterdir()) and not (leftover / UNFINISHED).exists() and not _is_export(leftover):

@@ -1,6 +1,8 @@
 """What a job's results depend on, and whether any of it changed while it was read."""
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,13 @@ class Job:
         """Of the files that texts or images are read by: with others, the same text has other tokens."""
         files = self._checkpoint.files()
         return {n: hashlib.sha256(files[n]).hexdigest() for n in files if n not in NOT_TOKENIZER}
+
+    def tokens_key(self) -> str:
+        """The same, for a calibration that is kept: without templates of chats, which change no tokens of a text."""
+        found = {n: d for n, d in self._tokenizer_digests().items() if not n.startswith("chat_template")}
+        if (name := "tokenizer_config.json") in found:
+            with contextlib.suppress(ValueError, RecursionError):
+                stated = json.loads(self._checkpoint.files()[name])
+                if isinstance(stated, dict):
+                    found[name] = content_key(**{k: v for k, v in stated.items() if k != "chat_template"})
+        return content_key(**found)

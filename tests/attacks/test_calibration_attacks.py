@@ -104,8 +104,11 @@ def test_the_file_itself_is_good(made: Made) -> None:
 def test_every_value_of_its_metadata_is_checked(made: Made) -> None:
     # Convert asks for the version and the checkpoint before, and says it in other words.
     asked = [at for at in places(made.facts) if at and at[0] not in ("version", "checkpoint")]
-    # The job matters in its work directory alone, and older files lack it.
-    may_go = {("source", n) for n in ("seq_len", "found_windows", "window_tokens")} | {("job",)}
+    # The job matters in its work directory alone; older files lack it and the tokenizer.
+    may_go = {("source", n) for n in ("seq_len", "found_windows", "window_tokens")} | {
+        ("job",),
+        ("tokenizer",),
+    }
     missed = []
     for at in asked:
         for value in (*VALUES, REMOVED):

@@ -172,6 +172,29 @@ def test_every_launch_of_a_step_was_compiled_ahead(
             assert kernels.count("rotate_kernel") == 4 * len(layers)
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_every_launch_of_a_prompt_was_compiled_ahead(
+    target: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, dtype, rows = ARCHITECTURES[target], torch.bfloat16, 64
+    decoder = decoder_on(target, artifact, dtype, monkeypatch)
+    with open_artifact(artifact) as opened:
+        specs = list(all_specs(opened, (1, rows), dtype, row).values())
+    ahead = [compiled_facts(spec, row) for spec in specs]
+    known = {facts["hash"]: facts for facts in ahead}
+    with catching() as launched, torch.no_grad():
+        pretend(row, specs)
+        decoder._renew(1, decoder._rounded(rows))
+        decoder.prompt_logits(torch.zeros(1, rows, dtype=torch.int64), torch.tensor([rows - 1]))
+        forget(specs)
+    for launch in launched:
+        same = [facts for facts in ahead if facts["kernel"] == launch["kernel"]]
+        nearest = known.get(launch["hash"]) or min(same, key=lambda f: len(differing(launch, f)), default={})
+        assert differing(launch, nearest) == {}
+    kernels = [launch["kernel"] for launch in launched]
+    assert kernels.count("place_kernel") == len(decoder._layers) and "gate_kernel" in kernels
+
+
 def test_a_launch_that_differs_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison sees one constant, one attribute and one option."""
     with open_artifact(artifact) as opened:

@@ -79,7 +79,7 @@ def make(session: "Session", model: StreamedModel) -> TensorFile:
     facts = {
         "version": CALIBRATION_VERSION,
         "checkpoint": session.checkpoint.fingerprint(),
-        "tokenizer": session.job.parts["tokenizer"],
+        "tokenizer": session.job.tokens_key(),
         "seed": options.seed,
         "device": session.device.type,
         "gradient_windows": data.read,
@@ -193,9 +193,11 @@ def _given(session: "Session", path: Path) -> TensorFile:
     if file.metadata.get("checkpoint") != session.checkpoint.fingerprint():
         raise UsageError(f"the calibration file {path} belongs to another model: {again}")
     # Files of earlier versions do not say; what is read by no tokenizer has none.
-    own = session.job.parts["tokenizer"]
+    own = session.job.tokens_key()
     if file.metadata.get("tokenizer", own) != own:
-        raise UsageError(f"the calibration file {path} was made with another tokenizer: {again}")
+        raise UsageError(
+            f"the calibration file {path} was made with other files of a tokenizer or processor: {again}"
+        )
     if session.model is None:
         raise UsageError(
             f"a calibration file says nothing of a model that cannot be run ({session.model_reason})"

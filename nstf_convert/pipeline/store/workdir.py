@@ -386,7 +386,7 @@ def _drop(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for each in (*_result_folders(folder), folder):
             _remove_named(each, _RESULT)
-            _remove_named(each, _PARTIAL)  # ours are files
+            _remove_named(each, _PARTIAL)
             with contextlib.suppress(OSError):
                 each.rmdir()
 

@@ -69,7 +69,7 @@ def test_raw_values_come_as_they_were_saved(tmp_path: Path) -> None:
 def test_a_file_has_one_graph(tmp_path: Path, content: bytes) -> None:
     """Of ten million empty ones, in 20 MB, each was kept: 1.6 GB."""
     (tmp_path / "m.onnx").write_bytes(content)
-    with pytest.raises(CorruptError, match=r"graphs.*, expected one"):
+    with pytest.raises(CorruptError, match=r"(several graphs|no graph), expected one"):
         open_checkpoint(tmp_path / "m.onnx")
 
 
