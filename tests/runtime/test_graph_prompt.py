@@ -150,10 +150,32 @@ def test_a_prompt_that_cannot_be_captured_runs_as_it_is(
     decoder: Any = Decoder(model, refuse)
     ids = ids_of(30)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "nstf"):
-        expected = model(ids).logits[:, -1]
-        for _ in range(4):
-            torch.testing.assert_close(decoder.prompt(ids), expected, atol=1e-4, rtol=1e-4)
+        expected, first = model(ids).logits[:, -1], decoder.prompt(ids).clone()
+        torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
+        for _ in range(3):
+            assert torch.equal(decoder.prompt(ids), first), "the same layers as before"
     assert len(tried) == 1 and "not permitted" in caplog.text
+
+
+def test_a_prompt_whose_kernels_cannot_run_goes_through_modules(
+    tiny: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, asked = loaded(tiny, tmp_path), []
+    decoder, ids = Decoder(model, Capture()), ids_of(30)
+
+    def fails(*given: Any) -> torch.Tensor:
+        asked.append(given)
+        raise RuntimeError("failed to find a C compiler")
+
+    prompts: Any = decoder._prompts
+    prompts._own = fails
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "nstf"):
+        for _ in range(3):
+            torch.testing.assert_close(decoder.prompt(ids), model(ids).logits[:, -1], atol=1e-4, rtol=1e-4)
+        assert len(asked) == 1 and caplog.text.count("prompts go through transformers' modules") == 1
+        prompts._longest, prompts._ranks = 64, TwoRanks()
+        with pytest.raises(RuntimeError, match="C compiler"):  # the others wait for this one's sums
+            decoder.prompt(ids_of(31, 2))
 
 
 class TwoRanks:
