@@ -17,7 +17,10 @@ torch._dynamo.config.cache_size_limit = 64
 
 @pytest.mark.parametrize(
     "architecture",
-    ["LlamaForCausalLM", pytest.param("Qwen3ForCausalLM", marks=pytest.mark.slow), "GPT2LMHeadModel"],
+    [
+        "LlamaForCausalLM",
+        *(pytest.param(a, marks=pytest.mark.slow) for a in ("Qwen3ForCausalLM", "GPT2LMHeadModel")),
+    ],
 )
 def test_a_model_is_one_graph_with_the_same_results(
     tiny: ModuleType, tmp_path: Path, architecture: str

@@ -232,7 +232,7 @@ def test_experts_that_are_given_their_rows_side_by_side_are_converted(calibrated
     assert len(tokens) == 4 and tokens.sum() == 4 * 16
 
 
-@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM"])
+@pytest.mark.parametrize("kind", ["Wav2Vec2", pytest.param("Hubert", marks=pytest.mark.slow), "WavLM"])
 def test_a_weight_that_is_computed_of_others_is_converted_and_runs(kind, chosen, tmp_path) -> None:
     """The convolution of positions has its weight from a magnitude and a direction: pricing it was a KeyError."""
     folder = saved(tmp_path / "m", f"{kind}ForCTC", f"{kind}Config", WAV2VEC2)
@@ -257,7 +257,11 @@ IMAGES_AND_TEXT = {"text_config": {**TEXT, "max_position_embeddings": 16}, "visi
 
 
 @pytest.mark.parametrize(
-    "architecture", ["BertForPreTraining", "BertForQuestionAnswering", "DPRContextEncoder"]
+    "architecture",
+    [
+        "BertForPreTraining",
+        *(pytest.param(a, marks=pytest.mark.slow) for a in ("BertForQuestionAnswering", "DPRContextEncoder")),
+    ],
 )
 def test_models_that_return_neither_logits_nor_hidden_states_are_converted(
     architecture: str, chosen, tmp_path
