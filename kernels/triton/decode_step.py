@@ -31,6 +31,18 @@ MOST_SPLITS = 32
 
 
 @triton.jit
+def added(value, more, h, out_gain, at, k, ok, size, epsilon, OUT_GAIN: tl.constexpr):
+    """A row of the residual stream, value f32 [BLOCK], and what a block gives, more f32 [BLOCK] (normed first by OUT_GAIN):
+    their sum, which is stored at h + at."""
+    if OUT_GAIN:
+        more *= tl.rsqrt(tl.sum(more * more) / size + epsilon)
+        more *= tl.load(out_gain + k, mask=ok, other=0.0)
+    value += more
+    tl.store(h + at, value, mask=ok)
+    return value
+
+
+@triton.jit
 def norm_kernel(
     h,  # f32 [batch, size]
     y,  # [batch, size]
@@ -55,11 +67,7 @@ def norm_kernel(
     value = tl.load(h + at, mask=ok, other=0.0)
     if ADD:
         more = tl.load(y + at, mask=ok, other=0.0).to(tl.float32)
-        if OUT_GAIN:
-            more *= tl.rsqrt(tl.sum(more * more) / size + epsilon)
-            more *= tl.load(out_gain + k, mask=ok, other=0.0)
-        value += more
-        tl.store(h + at, value, mask=ok)
+        value = added(value, more, h, out_gain, at, k, ok, size, epsilon, OUT_GAIN)
     value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
     value *= strength
     tl.store(x + at, value.to(x.dtype.element_ty), mask=ok)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nstf.kernels.triton.decode_step import added
 from nstf.kernels.triton.launching import hardware_of, launch, multiples, overlap_options, overlaps
 from nstf.kernels.triton.spec import KernelSpec, pointer_type
 
@@ -114,11 +115,7 @@ def met_norm_kernel(
     # Past the first-level cache, which knows nothing of other GPUs. Of two the order makes no difference.
     other = tl.load(theirs + at, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float32)
     more = (mine + other).to(y.dtype.element_ty).to(tl.float32)
-    if OUT_GAIN:
-        more *= tl.rsqrt(tl.sum(more * more) / size + epsilon)
-        more *= tl.load(out_gain + k, mask=ok, other=0.0)
-    value += more
-    tl.store(h + at, value, mask=ok)
+    value = added(value, more, h, out_gain, at, k, ok, size, epsilon, OUT_GAIN)
     value *= tl.rsqrt(tl.sum(value * value) / size + epsilon)
     value *= strength
     tl.store(x + at, value.to(x.dtype.element_ty), mask=ok)

@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,18 @@ from nstf.kernels.formats.tree import format_of
 from nstf.kernels.linear import linear
 from nstf.runtime import peer_sums
 from nstf.runtime.ranks import Ranks
+
+
+def graph_of(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The step, captured after it ran once."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph
 
 
 def rows_of_prompts(ranks: Ranks, device: torch.device) -> list[str]:
@@ -40,13 +53,7 @@ def rows_of_prompts(ranks: Ranks, device: torch.device) -> list[str]:
             met_norm(h, y, gain, 1e-6, twins, i % 2, "sm_90")
             h.remainder_(1009)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
+    graph = graph_of(step)
     h.zero_()
     count.zero_()
     torch.cuda.synchronize()
@@ -109,13 +116,7 @@ def on_two_cards(rank: int, port: int, results: Path) -> None:
             ranks.sum(x)
             x.remainder_(1009)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
+    graph = graph_of(step)
     x.zero_()
     torch.cuda.synchronize()
     value = 0
