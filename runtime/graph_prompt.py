@@ -16,6 +16,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ class _Prompt:
 
 class Prompts:
     """The prompts of one model on one device. layers: their number; capture: makes a replay, None for no graphs; ranks:
-    those that run the model together, None for this process alone; own: the logits of prompts of up to `longest` tokens by
-    the decoder's layers, of (ids, the place of the last token)."""
+    those that run the model together, None for this process alone; own: the decoder's method that gives the logits of
+    prompts of up to `longest` tokens, of (ids, the place of the last token)."""
 
     def __init__(
         self,
@@ -60,7 +61,9 @@ class Prompts:
         longest: int,
     ) -> None:
         self._model, self._layers, self._capture, self._ranks = model, layers, capture, ranks
-        self._own, self._longest = own, longest
+        # Weakly: in a cycle a decoder's graphs and caches would stay until the collector comes, and NCCL, which waits for
+        # graphs that hold its sums, would not end.
+        self._own, self._longest = WeakMethod(own), longest
         self._seen: Counter[tuple[int, int]] = Counter()
         self._graphs: OrderedDict[tuple[int, int], tuple[_Prompt, Step]] = OrderedDict()
 
@@ -146,7 +149,9 @@ class Prompts:
         if ids.shape[1] > self._longest:
             return self._by_modules(ids, last, cache)
         try:
-            return self._own(ids, last)
+            own = self._own()
+            assert own is not None, "a decoder's prompts live as long as the decoder"
+            return own(ids, last)
         except launch_errors() as error:
             if self._ranks is not None:  # the others wait for this one's sums
                 raise
