@@ -9,7 +9,7 @@ CPU the same step runs without a graph, for tests.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Decoder:
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
         self._prompts = Prompts(
             model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None),
-            self.prompt_logits, self.longest_prompt,
+            self._prompt_piece, self.longest_prompt,
         )  # fmt: skip
 
     @property
@@ -300,6 +300,12 @@ class Decoder:
         # The module looks at the ids, which the caller chose.
         h = self._embedding(ids).flatten(0, 1).float()
         return self._through(h, attend, torch.arange(batch, device=ids.device) * count + last)
+
+    def _prompt_piece(self, ids: Tensor, last: Tensor, first: int, sequences: slice) -> Tensor:
+        """`prompt_logits` of some sequences of the cache."""
+        assert self._state is not None
+        state = replace(self._state, cache=self._state.cache[:, :, sequences])
+        return self.prompt_logits(ids, last, first, state)
 
     def _through(
         self, h: Tensor, attend: Callable[[int, Tensor], Tensor], kept: Tensor | None = None

@@ -108,8 +108,8 @@ def test_another_cache_means_other_graphs(
 def test_the_longest_prompts_of_ranks_go_through_modules(
     tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_prompt, "MOST_ROWS", 1)
-    monkeypatch.setattr(graph_prompt, "LONG_ROWS", 60)
+    monkeypatch.setattr(graph_prompt, "MOST_ROWS", STEP)
+    monkeypatch.setattr(graph_prompt, "LONG_ROWS", 100)
     model, seen = loaded(tiny, tmp_path), []
     alone = Decoder(model, Capture())
     model.nstf_ranks = TwoRanks()
@@ -118,24 +118,36 @@ def test_the_longest_prompts_of_ranks_go_through_modules(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     with torch.no_grad():
-        for ids in (ids_of(59), ids_of(60), ids_of(30, 2)):
+        for ids in (ids_of(99), ids_of(100), ids_of(50, 2)):
             expected = model(input_ids=ids).logits[:, -1]
             for way in (alone, decoder):
                 torch.testing.assert_close(way.prompt(ids), expected, atol=1e-4, rtol=1e-4)
-    assert seen == [(1, 59), *2 * [(1, 60)], *2 * [(2, 30)]]
+    assert seen == [(1, 99), *2 * [(1, 100)], *2 * [(2, 50)]]
 
 
-def test_long_prompts_are_neither_filled_up_nor_captured(
-    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_long_prompts_run_in_pieces(
+    name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_prompt, "MOST_ROWS", 2 * STEP)
-    model, capture = loaded(tiny, tmp_path), Capture()
-    decoder, seen = Decoder(model, capture), []
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    monkeypatch.setattr(graph_prompt, "MOST_ROWS", 32)
+    monkeypatch.setattr(graph_prompt, "STEP", 16)
+    model, capture = loaded(tiny, tmp_path, name), Capture()
+    decoder: Any = Decoder(model, capture)
+    asked = [(1, 9), (3, 9), (3, 9), (1, 70), (2, 70)]
     with torch.no_grad():
-        for ids in (ids_of(30), ids_of(30, 3), ids_of(30, 3)):
-            decoder.prompt(ids)
-    assert seen == [(1, STEP), (3, 30), (3, 30)] and not capture.count
+        expected = [model(ids_of(count, batch)).logits[:, -1] for batch, count in asked]
+        seen: list[tuple[int, ...]] = []
+        decoder._embedding.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+        for (batch, count), logits in zip(asked, expected, strict=True):
+            torch.testing.assert_close(decoder.prompt(ids_of(count, batch)), logits, atol=1e-4, rtol=1e-4)
+        assert not capture.count
+        # What follows goes on from keys and values of all pieces.
+        ids, rest = ids_of(70, 2), {**GREEDY, "max_new_tokens": 12}
+        found = list(decoder.generate(ids, 12))
+        assert torch.equal(torch.tensor(found).T, by_transformers(model, ids, **rest)[:, 70:])
+    if decoder.longest_prompt >= 80:
+        # Sequences as many together as there is room for; of a longer one a piece, filled up at the end.
+        assert seen[:3] == [(1, 16), (2, 16), (1, 16)] and seen[5:8] == [(1, 32), (1, 32), (1, 16)]
     assert MOST_ROWS % STEP == 0
     assert graph_prompt.KEPT_GRAPHS * STEP >= MOST_ROWS, (
         "lengths of one sequence that take turns are all kept"
