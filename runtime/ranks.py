@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -227,13 +228,37 @@ def join(count: int, device: torch.device) -> Ranks:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         try:
-            dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(
+                backend,
+                store=_store(rank, count),
+                rank=rank,
+                world_size=count,
+                device_id=device if on_gpu else None,
+            )
             if not on_gpu:
                 atexit.register(_leave)
-        except (RuntimeError, ValueError) as error:  # a port that is taken, say, or the others' absence
+        except (
+            RuntimeError,
+            ValueError,
+            OSError,
+        ) as error:  # a port that is taken, say, or the others' absence
             reason = " ".join(str(error).split())[:200]
             raise NstfError(f"the {count} processes of tensor_parallel do not meet: {reason}") from error
     return Ranks(dist.get_rank(), count)
+
+
+def _store(rank: int, count: int) -> Any:
+    """Where ranks of one host meet: torch's own store takes connections at all addresses of the machine. None for torch's:
+    of several hosts, or under torchrun, which has made one."""
+    address, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    made: Any = getattr(dist, "TCPStore")  # noqa: B009  (torch's stubs leave it out)
+    if rank:
+        return made(address, int(port), count, False)
+    with socket.create_server((address, int(port))) as server:
+        return made(address, int(port), count, True, master_listen_fd=server.detach())
 
 
 def _leave() -> None:

@@ -67,6 +67,9 @@ def _check_shape(stated: Any) -> None:
         if rule is None:
             continue
         for name, value in _object(rule, "a rule").items():
+            # The library takes {"ByteLevel": null} for "ByteLevel".
+            if name == "type" and not isinstance(value, str | None):
+                raise ValueError("the type of a rule is no text")
             if name in _SEVERAL:
                 parts += _objects(value, name)
             elif name in ("single", "pair"):

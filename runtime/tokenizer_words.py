@@ -40,7 +40,7 @@ MOST_MADE = 1 << 12
 MOST_ADDED = 1 << 13
 _MADE = ("extra_ids", "offset")
 # Letters of the words of a model that looks for the likeliest division (Unigram): its trie takes 340 bytes for each.
-MOST_LETTERS_KNOWN = 1 << 22
+MOST_BYTES_KNOWN = 1 << 22
 # The same of all divisions of each word of a GGUF file without merges, of which transformers makes merges as texts.
 MOST_LETTERS_MERGED = 1 << 26
 # Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
@@ -50,6 +50,8 @@ _SAMPLES = ("filter_length", "fft_length", "fft_window_size", "n_fft", "win_leng
 # Bands and seconds of a window where settings state none: the most that an extractor takes then.
 _USUAL_BANDS = 128
 _USUAL_SECONDS = 0.064
+# What a class of transformers takes by itself at most (MusicgenMelody): so 256 bands.
+_MOST_USUAL_SAMPLES = 1 << 14
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"  # what lists of words in base64 are made of
 _TOKENS = ("_token", "_tokens")
 _HUGE = 1e100  # an integer of more digits may be none that a float can hold
@@ -158,7 +160,8 @@ def check_known(stated: Mapping[str, Any], where: object) -> None:
     )
     _refuse_above(MOST_WORD, max(lengths, default=0), "letters of a word in its tokenizer.json", where)
     if not isinstance(vocab, dict):
-        _refuse_above(MOST_LETTERS_KNOWN, sum(lengths), "letters of words in its tokenizer.json", where)
+        together = sum(bytes_of(word) for word in words if isinstance(word, str))
+        _refuse_above(MOST_BYTES_KNOWN, together, "bytes of words in its tokenizer.json", where)
     texts = [t.get("content") for t in added if isinstance(t, dict)] if isinstance(added, list) else []
     tokens = [text for text in texts if isinstance(text, str)]
     check_letters_added(tokens, "its tokenizer.json adds", where)
@@ -166,6 +169,11 @@ def check_known(stated: Mapping[str, Any], where: object) -> None:
     _refuse_above(
         MOST_CHANGED, changed, "letters of added tokens that the rules of its tokenizer.json change", where
     )
+
+
+def bytes_of(word: str) -> int:
+    """In UTF-8, of which the trees are made that words are looked up in. Half of a pair of surrogates has three."""
+    return len(word) if word.isascii() else len(word.encode("utf-8", "surrogatepass"))
 
 
 def _rules(normalizer: Any) -> int:
@@ -197,8 +205,10 @@ def _largest_table(stated: Any) -> float:
     milliseconds = largest(*(n for n in stated if n.endswith("_ms")), "win_length")
     spoken = largest("audio_token_duration_s") * max(1, largest("window_size_multiplier"))
     seconds = max(milliseconds / 1000, spoken) or _USUAL_SECONDS
-    samples = max(largest(*_SAMPLES), largest("sampling_rate") * seconds)
-    return max(samples * (largest(*_BANDS) or _USUAL_BANDS), *map(_largest_table, stated.values()), 0)
+    samples, bands = max(largest(*_SAMPLES), largest("sampling_rate") * seconds), largest(*_BANDS)
+    if bands:  # those of a class may stand under another name than is stated
+        samples = max(samples, _MOST_USUAL_SAMPLES)
+    return max(samples * (bands or _USUAL_BANDS), *map(_largest_table, stated.values()), 0)
 
 
 def _refuse_above(most: int, found: float, what: str, where: object) -> None:

@@ -140,7 +140,7 @@ def parse(data: bytes, where: object) -> SideFile:
         KeyError,
         TypeError,
         struct.error,
-        RecursionError,
+        RuntimeError,  # a RecursionError is one, and what torch says of a shape beyond 2^63 elements
     ) as error:
         raise CorruptError(f"{where}: not a file of compiled kernels; {again}") from error
     if not isinstance(header, dict):

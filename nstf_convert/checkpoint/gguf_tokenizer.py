@@ -10,7 +10,7 @@ from typing import Any
 from nstf.errors import UnsupportedError
 from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
 from nstf.runtime.offline import without_hub
-from nstf.runtime.tokenizer_words import MOST_LETTERS_KNOWN, MOST_LETTERS_MERGED
+from nstf.runtime.tokenizer_words import MOST_BYTES_KNOWN, MOST_LETTERS_MERGED, bytes_of
 from nstf.runtime.tokenizing import foreign_errors
 from nstf_convert.checkpoint.gguf_check import GgufHeader
 from nstf_convert.checkpoint.gguf_reader import header_for_transformers
@@ -70,9 +70,9 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"
         )
-    if (letters := sum(map(len, tokens))) > MOST_LETTERS_KNOWN:
+    if (together := sum(map(bytes_of, tokens))) > MOST_BYTES_KNOWN:
         raise UnsupportedError(
-            f"{path} has tokens of {letters} letters, more than {MOST_LETTERS_KNOWN}: its tokenizer is damaged"
+            f"{path} has tokens of {together} bytes, more than {MOST_BYTES_KNOWN}: its tokenizer is damaged"
         )
     merged, scored = (f"tokenizer.ggml.{key}" in header.metadata for key in ("merges", "scores"))
     if not merged and not scored and header.metadata.get("tokenizer.ggml.model") in ("gpt2", "llama"):

@@ -31,6 +31,9 @@ MAX_ITEMS = 200_000
 MAX_LABELS = 65_536
 # Letters of a text: some name a layer with each.
 MAX_TEXT = 65_536
+# Values of a list, or as many as there are tensors; lists under keys of these words may be longer.
+MAX_LIST = 4_096
+_LONG = {"label", "labels", "token", "tokens", "ids"}
 # Positions, windows, sizes of chunks; and whatever else a number may mean.
 MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
 # What small models state beyond the sizes of their tensors: heads of a group, classes, buckets, positions of an image.
@@ -164,6 +167,7 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
                 _check_type(item, where, key)
                 _check(item, limits, where, f"{path}.{key}" if path else str(key), depth + 1, seen)
     elif isinstance(value, list | tuple):
+        _check_list(value, limits, where, path)
         if _is_counts(path):
             _check_sum(value, limits, where, path)
         for item in value:
@@ -179,6 +183,16 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
                 f"{where}: its config.json says {short(path)} is {short(value)}, and its tensors allow {most} at most; "
                 "the file is damaged or was made to do harm, do not use it"
             )
+
+
+def _check_list(values: Any, limits: Limits, where: object, path: str) -> None:
+    """Raises CorruptError for more values than there can be layers: some classes go through a list by its square, or through
+    it for each of a number."""
+    if len(values) > max(MAX_LIST, limits.tensors) and not _words(path) & _LONG:
+        raise CorruptError(
+            f"{where}: its config.json says {short(path)} by a list of {len(values)} values, and its tensors allow "
+            f"{max(MAX_LIST, limits.tensors)} at most; the file is damaged or was made to do harm, do not use it"
+        )
 
 
 def _check_types_of_layers(pairs: Any, limits: Limits, where: object) -> None:

@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from nstf.runtime.artifact.config import Config
 
 _LONGEST = 1 << 40
-# Sequences that are decoded side by side, each with a cache of its own.
+# Sequences that are decoded side by side, each with a cache of its own; tokens of an n-gram that is not to come again.
 MAX_BEAMS = 1_024
 # A draw of so many is one of all: our samplers count in 32 bits.
 _MOST_TOKENS = (1 << 31) - 1
 # Whole numbers: the most that may stand there. -1 stands for "off" in some files, and 50.0 for 50.
 _INTEGERS = dict.fromkeys(
-    "max_length max_new_tokens min_length min_new_tokens top_k no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "max_length max_new_tokens min_length min_new_tokens top_k "
     "num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size prefill_chunk_size".split(),
     _LONGEST,
-) | dict.fromkeys(("num_beams", "num_return_sequences"), MAX_BEAMS)
+) | dict.fromkeys(
+    # transformers makes a list of as many texts as an n-gram has tokens.
+    ("num_beams", "num_return_sequences", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), MAX_BEAMS
+)  # fmt: skip
 # Numbers: the range of each. What is beyond float64 is an integer of hundreds of digits.
 _ANY = (-1e300, 1e300)
 _NUMBERS = {
@@ -52,15 +55,16 @@ _SWITCHES = frozenset(
     "output_attentions output_hidden_states".split()
 )
 # transformers decodes by code from its hub for these, which is never run, or asks for the tokenizer in the middle of a text,
-# or for a second model; and what it sets for itself.
+# or for a second model; and what it sets for itself, as the room of a static cache.
 _LEFT_OUT = frozenset(
     "assistant_early_exit assistant_model auto_map compile_config constraints custom_generate diversity_penalty dola_layers "
-    "force_words_ids is_assistant low_memory num_beam_groups penalty_alpha token_healing trust_remote_code use_mtp "
-    "watermarking_config".split()
+    "force_words_ids is_assistant low_memory max_cache_len num_beam_groups penalty_alpha token_healing "
+    "trust_remote_code use_mtp watermarking_config".split()
 )
 # Of those, what would not have changed a text.
 _SAME_TEXT = frozenset(
-    "assistant_early_exit assistant_model auto_map compile_config is_assistant low_memory trust_remote_code use_mtp".split()
+    "assistant_early_exit assistant_model auto_map compile_config is_assistant low_memory max_cache_len trust_remote_code "
+    "use_mtp".split()
 )
 # Caches that need a GPU or a package of their own, wherever the model is.
 _CACHES = ("offloaded", "offloaded_static", "quantized")

@@ -128,6 +128,14 @@ def test_counts_of_a_list_are_bounded_together(made: Callable[..., Path], key: s
         load(made({**config, key: [1024] * 4096}))
 
 
+def test_lists_are_no_longer_than_there_are_layers(made: Callable[..., Path]) -> None:
+    """A class went through 20,000 ratios for each of a number of layers, another through all stages for each: minutes."""
+    ratios = {"upsampling_ratios": [1] * 20_000, "num_residual_layers": 1000}
+    with pytest.raises(CorruptError, match="by a list of 20000 values, and its tensors allow 4096 at most"):
+        load(made({**LLAMA, **ratios}))
+    load(made({**LLAMA, "label_names": ["x"] * 5000, "suppress_tokens": [1] * 5000, "ratios": [1] * 4096}))
+
+
 def test_layers_that_a_list_names_are_not_counted(made: Callable[..., Path]) -> None:
     load(made({**LLAMA, "moe_layers": list(range(100)), "num_attention_heads_per_layer": [64] * 100}))
 

@@ -45,7 +45,8 @@ def file_with(path: Path, **files: Any) -> Path:
      ("exponential_decay_length_penalty", [0, 1e200]),
      ("exponential_decay_length_penalty", ["a", "b"]), ("top_h", 5), ("top_h", "x"), ("typical_p", -1),
      ("forced_eos_token_id", [-1]), ("sequence_bias", [[[1], 1e300]]), ("repetition_penalty", 1e-300),
-     ("encoder_repetition_penalty", 1e300), ("guidance_scale", 1e300)],
+     ("encoder_repetition_penalty", 1e300), ("guidance_scale", 1e300), ("encoder_no_repeat_ngram_size", 1 << 40),
+     ("no_repeat_ngram_size", 10_000)],
 )  # fmt: skip
 def test_generation_settings_that_cannot_be_used_are_refused_at_load(
     made: Callable[..., Path], key: str, value: Any
@@ -71,6 +72,7 @@ def test_generation_settings_that_cannot_be_used_are_refused_at_load(
      {"do_sample": True, "temperature": 2}, {"do_sample": True, "temperature": 1e-300}, {"repetition_penalty": 2},
      {"encoder_repetition_penalty": 2}, {"sequence_bias": [[[1], 5]]}, {"forced_eos_token_id": -1}, {"token_healing": True},
      {"stop_strings": ["x"]}, {"cache_implementation": "offloaded"}, {"cache_implementation": "quantized"},
+     {"cache_implementation": "static", "max_cache_len": 10**12}, {"max_cache_len": "x"},
      {"use_mtp": True}, {"assistant_early_exit": 1}, {"num_beams": 2, "low_memory": True},
      {"watermarking_config": {"hashing_key": "x"}}, {"assistant_model": "evil/x"}, {"custom_generate": "evil/x"},
      {"compile_config": {"backend": "inductor"}, "trust_remote_code": True}],

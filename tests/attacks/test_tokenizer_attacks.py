@@ -593,6 +593,24 @@ def test_what_a_model_puts_around_its_pieces_has_a_limit(key: str) -> None:
         check_growth(json.dumps(stated).encode(), "m")
 
 
+@pytest.mark.parametrize(
+    ("part", "several"),
+    [
+        ("normalizer", "normalizers"),
+        ("pre_tokenizer", "pretokenizers"),
+        ("decoder", "decoders"),
+        ("post_processor", "processors"),
+        ("model", ""),
+    ],
+)
+def test_types_of_rules_are_texts(part: str, several: str) -> None:
+    """The library takes an object with one key for its key: 28 rules that double a text ended the process at 12 GB."""
+    rule = {"type": {"ByteLevel": None}}
+    for stated in ({part: rule}, *([{part: {"type": "Sequence", several: [rule]}}] if several else [])):
+        with pytest.raises(CorruptError, match="the type of a rule is no text"):
+            check_growth(json.dumps(stated).encode(), "m")
+
+
 def test_a_table_of_sound_has_a_limit() -> None:
     """Whisper's bands by frequencies took 5.9 GB for one number in 47 KB."""
     known = {"feature_size": 128, "n_fft": 400, "sampling_rate": 16000, "chunk_length": 30}
@@ -619,6 +637,15 @@ def test_a_table_of_sound_has_a_limit() -> None:
         },
         {"melspec_kwargs": {"n_fft": 400_000, "n_mels": 500}},
         {"feature_size": float("inf")},
+        # A class takes samples of its own where none are stated, or others: 9.7 GB in 48 KB.
+        {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 3_000_000},
+        {
+            "feature_extractor_type": "ClapFeatureExtractor",
+            "feature_size": 100_000,
+            "n_fft": 1,
+            "sampling_rate": 1,
+        },
+        {"feature_extractor_type": "MusicgenMelodyFeatureExtractor", "num_chroma": 2000},
     ],
 )
 def test_tables_of_sound_are_found_inside_of_settings_and_by_their_times(stated: dict[str, Any]) -> None:
@@ -651,7 +678,12 @@ def test_the_extractors_of_transformers_stay_far_below_the_limit() -> None:
         ({"model": {"type": "BPE", "vocab": {"a" * 5000: 0}}}, "letters of a word"),
         (
             {"model": {"type": "Unigram", "vocab": [[f"{i:04d}" * 1000, 0.0] for i in range(1100)]}},
-            "letters of words",
+            "bytes of words",
+        ),
+        # Of four bytes each, of which the tree is made: 6.2 GB in 160 KB.
+        (
+            {"model": {"type": "Unigram", "vocab": [[chr(0x1F600 + i) * 4000, 0.0] for i in range(300)]}},
+            "bytes of words",
         ),
         ({"added_tokens": [{"id": 0, "content": "a" * 2000}] * 600}, "letters of tokens"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 280_000}}, "objects"),

@@ -299,7 +299,20 @@ def test_a_side_file_of_too_many_values_is_refused_before_they_are_made(whole: b
     assert "too many values" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 64, struct.pack("<Q", 2) + b"{}"])
+# No bytes of a shape that has more elements than torch counts.
+_WIDE = json.dumps({"k": {"dtype": "U8", "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 8,
+        b"\xff" * 64,
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", len(_WIDE)) + _WIDE,
+    ],
+)
 def test_something_else_is_no_side_file(data: bytes) -> None:
     with pytest.raises(CorruptError, match="not a file of compiled kernels"):
         side_file.parse(data, "file")

@@ -54,6 +54,7 @@ class OutputRun(HealingRun):
         self.bfloat16, self.student.dtype = False, torch.float32
         # Bytes that one input of a shape keeps for its backward pass.
         self._kept: dict[Shape, int] = {}
+        self._said_fewer = False
 
     @staticmethod
     def _inputs(batches: Sequence[Any]) -> list[Any]:
@@ -86,10 +87,22 @@ class OutputRun(HealingRun):
         room = min(ACTIVATION_BYTES, self.session.machine.activation_bytes)
         together = len(group)
         if together > 1:
-            together = max(1, room // max(1, self._bytes_of(group[0])))
+            each = max(1, self._bytes_of(group[0]))
+            together = max(1, room // each)
+            if together < min(len(group), ACTIVATION_BYTES // each) and self.session.machine.short:
+                self._say_fewer(together, room)
         for start in range(0, len(group), together):
             some = group[start : start + together]
             yield {n: torch.cat([b[n] for b in some]) for n in group[0]}
+
+    def _say_fewer(self, together: int, room: int) -> None:
+        if not self._said_fewer:
+            self._said_fewer = True
+            log.warning(
+                "healing: %d inputs at a time fit %.1f GiB of activations, less than there is room for usually: gradients "
+                "are added in another order than with more memory, and the file may differ",
+                together, room / 2**30,
+            )  # fmt: skip
 
     def _bytes_of(self, one: Batch) -> int:
         """What the backward pass of another input like this one needs: that of two, less that of one, which has the weights

@@ -250,3 +250,31 @@ def test_two_ranks_generate_what_one_process_does(nstf, tmp_path) -> None:
     command = [sys.executable, "-m", "nstf_convert", *map(str, words), "--tensor-parallel", "2"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert found.stdout == nstf(*words).out
+
+
+def listens(folder: str) -> None:
+    """Notes the addresses at which this rank takes connections, once it has met the other."""
+    import torch
+
+    from nstf.runtime.ranks import join
+
+    ranks = join(2, torch.device("cpu"))
+    ranks.sum(torch.ones(1 << 20))
+    files = [file for file in Path("/proc/self/fd").iterdir() if file.is_socket()]
+    own = {str(file.readlink()) for file in files}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1])
+    (Path(folder) / str(ranks.rank)).write_text("\n".join(found))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's tables of sockets")
+def test_ranks_take_connections_of_this_machine_alone(tmp_path: Path) -> None:
+    as_ranks(2, listens, str(tmp_path))
+    found = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
+    assert found[0] and found[1], "the ranks' store and gloo listen"
+    for address in (*found[0], *found[1]):
+        assert address.startswith("0100007F:"), f"listens at {address}, not at 127.0.0.1 alone"
