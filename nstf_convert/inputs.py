@@ -53,7 +53,7 @@ def keep_inputs(path: Path, inputs: Iterable[str | Path | None], what: str = "th
             raise UsageError(f"{what} {path} is read with {source}: give another name")
         if not given.is_dir():
             continue
-        inside = given.resolve() in place.parents
+        inside = holds(given, place)
         ending = path.suffix.lower()
         if inside and (ending in (*FOREIGN, *_TEXTS, *_BESIDE) or path.exists()) and ending not in _OURS:
             raise UsageError(
@@ -77,6 +77,12 @@ def same_file(first: Path, second: Path) -> bool:
         return first.resolve() == second.resolve() or first.samefile(second)
     except (OSError, RuntimeError):
         return False
+
+
+def holds(folder: Path, file: Path) -> bool:
+    """Whether a file is, or will be, in a folder or in one of its folders: also where another mount shows it elsewhere."""
+    parents = file.resolve().parents
+    return folder.resolve() in parents or (folder.is_dir() and any(same_file(folder, p) for p in parents))
 
 
 def _entry(folder: Path, place: Path) -> str | None:
@@ -130,7 +136,7 @@ def keep_apart(work_dir: Path | None, files: Iterable[str | Path | None]) -> Non
         is_folder = file.is_dir()
         for path in (file.absolute(), Path(os.path.realpath(file))):  # a link, and what it leads to
             named = RESULTS.fullmatch(path.name) or (path.name in _KEPT and not is_folder)
-            if not named or path.parent.resolve() != work_dir.resolve():
+            if not named or not same_file(path.parent, work_dir):
                 continue
             raise UsageError(
                 f"{file} has the name of a result in the work directory {work_dir}: choose another work directory"

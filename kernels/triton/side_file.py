@@ -130,10 +130,12 @@ def parse(data: bytes, where: object) -> SideFile:
 
     again = "write it again with `nstf compile`"
     try:
-        arrays = safetensors.torch.load(data)
         (size,) = struct.unpack("<Q", data[:8])
         outer = bounded_json(data[8 : 8 + size].decode())
+        if len(outer) > MAX_KERNELS + 1:
+            raise ValueError(f"{len(outer)} arrays")
         header = bounded_json(outer["__metadata__"][_KEY])
+        arrays = safetensors.torch.load(data)
     except (
         safetensors.SafetensorError,
         ValueError,

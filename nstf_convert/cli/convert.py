@@ -21,7 +21,7 @@ from nstf_convert.cli.output import print_json, print_pairs
 from nstf_convert.cli.schema import FIELDS, with_options
 from nstf_convert.cli.sizes import format_bytes
 from nstf_convert.cli.unused import before_imports
-from nstf_convert.inputs import check_artifact_name, check_place, keep_apart, keep_inputs
+from nstf_convert.inputs import check_artifact_name, check_place, holds, keep_apart, keep_inputs
 from nstf_convert.options import ConvertResult
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def convert(
     keep_apart(settings["work_dir"], report or [])
     work_dir = output.with_name(f"{output.name}.work").resolve()
     for path in report or [] if settings["work_dir"] is None else []:
-        if work_dir in path.resolve().parents:
+        if holds(work_dir, path):
             raise UsageError(
                 f"--report {path} lies in the work directory, which goes at the end: put it elsewhere"
             )

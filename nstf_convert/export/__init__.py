@@ -19,7 +19,7 @@ from nstf.runtime.artifact.header import corrupt
 from nstf_convert.export import writing
 from nstf_convert.export.plan import ExportPlan
 from nstf_convert.export.writing import Files
-from nstf_convert.inputs import same_file
+from nstf_convert.inputs import holds, same_file
 
 # Word of the command line -> module.
 TARGETS = {
@@ -121,7 +121,7 @@ def _names(target: str, stem: str) -> tuple[str, ...]:
 def _keep(file: Path, written: list[Path], what: str) -> None:
     """Raises UsageError where the export would take the place of a file that it reads."""
     for output in written:
-        if same_file(output, file) or output in file.resolve().parents:
+        if same_file(output, file) or holds(output, file):
             raise UsageError(f"the output {output} {what}: give another -o")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from nstf.errors import NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault, place
 from nstf.runtime.artifact.side_names import CONTENT, SETTINGS
+from nstf_convert.inputs import holds, same_file
 
 Files = list[tuple[str, int]]
 # The tag by which a card is known as ours (card.py).
@@ -224,7 +225,7 @@ def _remove_stale(output: Path, inputs: Collection[Path] = ()) -> None:
     if output.exists():  # else the only whole one may be among them
         left += output.parent.glob(f".{name}.old.????????")
     for leftover in left:
-        if any(leftover in (path, *path.parents) for path in inputs):
+        if any(same_file(leftover, path) or holds(leftover, path) for path in inputs):
             continue
         with contextlib.suppress(OSError, NstfError):
             if any(leftover.iterdir()) and not (leftover / UNFINISHED).exists() and not _is_export(leftover):

@@ -159,6 +159,7 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
         raise CorruptError(f"{where}: its config.json is nested too deeply or has too many entries")
     if isinstance(value, Mapping):
         for key, item in value.items():
+            _check_text(key, where, path)
             if key in _LABELS:
                 _check_labels(item, where, key)
             else:
@@ -172,10 +173,8 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
             _check_sum(value, limits, where, path)
         for item in value:
             _check(item, limits, where, path, depth + 1, seen)
-    elif isinstance(value, str) and len(value) > MAX_TEXT:
-        raise CorruptError(
-            f"{where}: its config.json says {short(path)} by a text of {len(value)} letters, at most {MAX_TEXT} are accepted"
-        )
+    elif isinstance(value, str):
+        _check_text(value, where, path)
     elif type(value) in (int, float):
         most = _most(path, limits)
         if (type(value) is int or math.isfinite(value)) and abs(value) > most:
@@ -183,6 +182,13 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
                 f"{where}: its config.json says {short(path)} is {short(value)}, and its tensors allow {most} at most; "
                 "the file is damaged or was made to do harm, do not use it"
             )
+
+
+def _check_text(value: Any, where: object, path: str) -> None:
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        raise CorruptError(
+            f"{where}: its config.json says {short(path)} by a text of {len(value)} letters, at most {MAX_TEXT} are accepted"
+        )
 
 
 def _check_list(values: Any, limits: Limits, where: object, path: str) -> None:
@@ -280,3 +286,6 @@ def _check_labels(value: Any, where: object, key: str) -> None:
         )
     if value is not None and not isinstance(value, Mapping):
         raise CorruptError(f"{where}: its config.json has a {key} that is no object")
+    for name, label in (value or {}).items():
+        _check_text(name, where, key)
+        _check_text(label, where, key)

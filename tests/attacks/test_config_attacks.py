@@ -136,6 +136,14 @@ def test_lists_are_no_longer_than_there_are_layers(made: Callable[..., Path]) ->
     load(made({**LLAMA, "label_names": ["x"] * 5000, "suppress_tokens": [1] * 5000, "ratios": [1] * 4096}))
 
 
+@pytest.mark.parametrize(
+    "stated", [{"id2label": {"0": "a" * 70_000}}, {"a" * 70_000: 1}, {"x": {"b" * 70_000: []}}]
+)
+def test_labels_and_keys_are_no_longer_than_other_texts(made: Callable[..., Path], stated: Any) -> None:
+    with pytest.raises(CorruptError, match="by a text of 70000 letters, at most 65536"):
+        load(made({**LLAMA, **stated}))
+
+
 def test_layers_that_a_list_names_are_not_counted(made: Callable[..., Path]) -> None:
     load(made({**LLAMA, "moe_layers": list(range(100)), "num_attention_heads_per_layer": [64] * 100}))
 

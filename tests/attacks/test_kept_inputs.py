@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -15,6 +17,9 @@ from nstf_convert.checkpoint import open_checkpoint
 from nstf_convert.cli import run
 from nstf_convert.export.writing import MARK
 from nstf_convert.inputs import check_place, keep_apart, keep_inputs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_small_disks import in_child, mounted
 
 MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
 ARTIFACT = Path(__file__).parents[1] / "golden" / "v1.nstf"
@@ -334,3 +339,30 @@ def test_an_input_with_the_name_of_an_unfinished_output_is_refused(
         shutil.copy("m.nstf", file)
         assert run([str(file) if word == "FILE" else word for word in words] + [name]) == 2
         assert f"has the name of an unfinished {name}" in capsys.readouterr().err and file.exists()
+
+
+def by_another_mount(folder: Path) -> None:
+    """In a child: commands that are given what they would write over as another mount shows it."""
+    mounted("exported", "other")
+    before = contents(folder / "exported")
+    assert run(["export", "other/model.safetensors", "-o", "exported", "--overwrite"]) == 2
+    assert contents(folder / "exported") == before
+    for words in (
+        ["--work-dir", "exported", "--report", "other/job.json"],
+        ["--report", "exported/config.json"],
+    ):
+        model = "model" if "--work-dir" in words else "other"
+        assert run(["convert", model, "--budget", "0.5", "-o", "new.nstf", *words]) == 2
+    assert contents(folder / "exported") == before
+
+
+def test_nor_what_another_mount_shows_elsewhere(folder: Path) -> None:
+    for name in ("s.onnx", "README.md"):
+        (folder / "exported" / name).unlink()
+    shutil.copy(ARTIFACT, folder / "exported" / "model.safetensors")
+    (folder / "exported" / "README.md").write_text(f'tags:\n{MARK}\n"model.safetensors"\n')
+    (folder / "other").mkdir()
+    code = in_child(partial(by_another_mount, folder))
+    if code == 77:
+        pytest.skip("no mounts here")
+    assert code == 0

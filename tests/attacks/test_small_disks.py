@@ -37,13 +37,19 @@ RECURSIVE, PRIVATE = 1 << 14, 1 << 18
 
 def disk_of(size: int) -> None:
     """In a process of its own: a file system of `size` bytes in the folder `disk`. Raises OSError where none is allowed."""
+    mounted("tmpfs", "disk", "tmpfs", 0, f"size={size}")
+
+
+def mounted(source: str, target: str, kind: str = "", flags: int = 4096, data: str = "") -> None:
+    """In a process of its own: a mount, of a folder that is there by default. Raises PermissionError where none is
+    allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    flags = NEW_MOUNTS if os.geteuid() == 0 else NEW_MOUNTS | NEW_USER
+    own = NEW_MOUNTS if os.geteuid() == 0 else NEW_MOUNTS | NEW_USER
     # Private first: as root the new mounts would spread to the machine's own where / is shared.
     if (
-        libc.unshare(flags)
+        libc.unshare(own)
         or libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None)
-        or libc.mount(b"tmpfs", b"disk", b"tmpfs", 0, f"size={size}".encode())
+        or libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, data.encode() or None)
     ):
         raise PermissionError(ctypes.get_errno(), "no file system of our own")
 

@@ -293,6 +293,20 @@ def test_a_damaged_side_file_is_refused(whole: bytes, change: Any, error: type, 
         side_file.parse(damaged(whole, change), "file")
 
 
+def test_a_side_file_of_too_many_arrays_is_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A million empty ones, 56 MB, took 1.4 GB."""
+    arrays = {
+        str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+        for i in range(side_file.MAX_KERNELS + 2)
+    }
+    text = json.dumps(arrays).encode()
+    monkeypatch.setattr("safetensors.torch.load", lambda data: pytest.fail("was loaded"))
+    with pytest.raises(CorruptError, match="not a file of compiled kernels"):
+        side_file.parse(struct.pack("<Q", len(text)) + text, "file")
+
+
 def test_a_side_file_of_too_many_values_is_refused_before_they_are_made(whole: bytes) -> None:
     with pytest.raises(CorruptError, match="not a file of compiled kernels") as caught:
         side_file.parse(damaged(whole, lambda h, k: h.update(more=[[]] * 700_000)), "file")
