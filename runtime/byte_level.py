@@ -105,7 +105,7 @@ class ByteLevel:
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         ids = [vocab.get(part) for part in parts]
         # Bytes and merged words that the vocabulary lacks: the library knows what becomes of them.
-        return ids if all(type(i) is int for i in ids) else None  # type: ignore[return-value]
+        return ids if all(map(_is_number, ids)) else None  # type: ignore[return-value]
 
     def _name(self, token: int) -> str | None:
         if token in self.added:
@@ -116,6 +116,11 @@ class ByteLevel:
         if self._inverse is None:
             self._inverse = {number: name for name, number in self._vocab.items()}
         return self._inverse.get(token)
+
+
+def _is_number(token: Any) -> bool:
+    """Of a token, as the library and the engine count them."""
+    return type(token) is int and 0 <= token < 1 << 31
 
 
 class _Other(Exception):
@@ -189,7 +194,7 @@ def _template(stated: Mapping[str, Any] | None) -> tuple[list[int], list[int]]:
             (after if seen else before).extend(ids)
         if len(before) + len(after) > _MOST_AROUND:
             raise _Other
-    if seen != 1 or any(type(i) is not int for i in (*before, *after)):
+    if seen != 1 or not all(map(_is_number, (*before, *after))):
         raise _Other
     return before, after
 

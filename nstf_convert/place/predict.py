@@ -348,11 +348,18 @@ def busiest(experts: int, ranks: int, active: int, rows: int) -> float:
     `ranks` binomial numbers taken as independent. At least what an even division of the touched ones gives."""
     held = experts // ranks
     chance = 1 - (1 - active / experts) ** rows
-    below, found = 0.0, 0.0
-    for count in range(held):
-        below += math.comb(held, count) * chance**count * (1 - chance) ** (held - count)
+    even = min(float(held), touched(experts, active, rows) / ranks)
+    if not 0 < chance < 1:
+        return even
+    # Farther from the mean than twelve times the spread the numbers of even a million devices do not lie.
+    spread = 12 * (1 + math.sqrt(held * chance * (1 - chance)))
+    first, end = max(0, int(held * chance - spread)), min(held, int(held * chance + spread) + 1)
+    below, found = 0.0, float(first)
+    for count in range(first, end):
+        ways = math.lgamma(held + 1) - math.lgamma(count + 1) - math.lgamma(held - count + 1)
+        below += math.exp(ways + count * math.log(chance) + (held - count) * math.log1p(-chance))
         found += 1 - min(1.0, below) ** ranks
-    return max(found, min(float(held), touched(experts, active, rows) / ranks))
+    return max(found, even)
 
 
 def _cut(stacks: Sequence[Matrix]) -> list[Matrix]:

@@ -180,6 +180,16 @@ def changed(stated: dict[str, Any], path: str, value: Any) -> bytes:
     return json.dumps(found).encode()
 
 
+def around(number: int) -> dict[str, Any]:
+    """A template that puts a token of this number before a text."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"x": {"id": "x", "ids": [number], "tokens": ["x"]}},
+    }
+
+
 def test_tokenizers_that_are_left_to_the_library() -> None:
     stated = json.loads(trained().to_str())
     assert byte_level.read(json.dumps(stated).encode()) is not None
@@ -203,6 +213,8 @@ def test_tokenizers_that_are_left_to_the_library() -> None:
         ("added_tokens", [token | {"id": 7777}]),
         ("added_tokens", [token, token]),
         ("added_tokens", [token | {"content": ""}]),
+        ("post_processor", around(10**30)),
+        ("post_processor", around(-1)),
     ):
         assert byte_level.read(changed(stated, path, value)) is None, path
     for content in (b"", b"{]", b"[]", b"\xff", b'"' * 9, b"[" * 100_000, b"{" + b'"a":{' * 50_000):
@@ -219,3 +231,12 @@ def test_bytes_that_the_vocabulary_lacks_are_left_to_the_library() -> None:
     assert short is not None
     assert short.encode("a") is not None
     assert short.encode("z") is None
+
+
+@pytest.mark.parametrize("number", [10**30, 1 << 31, -5])
+def test_words_of_numbers_that_no_token_has_are_left_to_the_library(number: int) -> None:
+    stated = json.loads(trained().to_str())
+    stated["model"]["vocab"]["z"] = number
+    stated["model"]["merges"] = []
+    short = byte_level.read(json.dumps(stated).encode())
+    assert short is not None and short.encode("a") is not None and short.encode("z") is None

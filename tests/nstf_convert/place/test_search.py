@@ -143,6 +143,11 @@ def test_the_busiest_device_has_at_least_its_share() -> None:
     for rows in (1, 4, 64, 4096):
         assert touched(64, 2, rows) / 8 <= busiest(64, 8, 2, rows) <= 8
     assert busiest(64, 8, 2, 4096) == pytest.approx(8)
+    # As a sum over all numbers gives it, and where its terms are no floats: more than 2,056 of them.
+    assert busiest(512, 2, 8, 64) == pytest.approx(166.9068, abs=1e-3)
+    for experts in (4096, 1 << 20):
+        even = touched(experts, 8, 1000) / 8
+        assert even < busiest(experts, 8, 8, 1000) < even + 6 * even**0.5
     # Trying it: one row's two experts of 64 on 8 devices.
     draw = random.Random(0)
     seen = [
