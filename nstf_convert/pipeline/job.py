@@ -14,7 +14,7 @@ from nstf.errors import UsageError
 from nstf_convert import dataset as texts
 from nstf_convert.options import ConvertOptions
 from nstf_convert.pipeline.calibrate.make import file_digest
-from nstf_convert.pipeline.calibrate.text import own_texts
+from nstf_convert.pipeline.calibrate.text import own_texts, readable
 from nstf_convert.pipeline.store.workdir import content_key
 from nstf_convert.streamed import StreamedModel
 
@@ -46,6 +46,8 @@ class Job:
         self.parts = {
             "checkpoint": checkpoint.fingerprint(),
             "datasets": found,
+            # They stand in the file, and their bytes count.
+            "names of datasets": [readable(Path(d).name) for d in options.datasets],
             "calibration": None if options.calibration is None else file_digest(options.calibration),
             "samples": options.calibration_windows,
             "gradient_windows": options.gradient_windows,

@@ -92,6 +92,11 @@ def test_what_samples_do_not_show_is_told_by_the_time(options, small, tmp_path, 
     with pytest.raises(UsageError, match=r"another job \(datasets_times: .*a.txt has changed\)"):
         convert(options(**chosen))
     text.write_bytes(content)
+    # The name of a text stands in the file: the same text under another one is another job.
+    renamed = tmp_path / "b.txt"
+    renamed.write_bytes(content)
+    with pytest.raises(UsageError, match=r'names of datasets was \["a.txt"\], now \["b.txt"\]'):
+        convert(options(**{**chosen, "datasets": (str(renamed),)}))
     os.utime(text, ns=(1, 1))
     convert(options(**{**chosen, "restart": True}))
     os.utime(model / "model.safetensors", ns=(1, 1))
