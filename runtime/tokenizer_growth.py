@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MOST = 1 << 16
 # Letters of a word that WordPiece divides: it looks up every part of it. Known tokenizers have 100.
 MOST_LETTERS = 1000
+# Letters of all expressions: the library writes a class such as [\W] out, 26 KB for four letters. Known tokenizers have a
+# few hundred.
+MOST_EXPRESSIONS = 1 << 14
 # Parts of the file whose rules a text goes through one after the other, and the names of what each may hold more of.
 _BEFORE, _AFTER = ("normalizer", "pre_tokenizer"), ("post_processor", "decoder")
 _SEVERAL = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -130,6 +133,12 @@ def check_rules(stated: Mapping[str, Any], where: object) -> None:
             f"{where}: its tokenizer.json looks through words of up to {short(longest)} letters, which takes time by the "
             f"cube of them, more than {MOST_LETTERS}; use the original model's tokenizer"
         )
+    letters = sum(_expressions(stated.get(part)) for part in (*_BEFORE, *_AFTER))
+    if letters > MOST_EXPRESSIONS:
+        raise UnsupportedError(
+            f"{where}: its tokenizer.json has expressions of {letters} letters, more than {MOST_EXPRESSIONS}; use the "
+            "original model's tokenizer"
+        )
     for parts in (_BEFORE, *((part,) for part in _AFTER)):
         times = float(longest_token(stated)) if parts == ("decoder",) else 1.0
         for part in parts:
@@ -140,6 +149,19 @@ def check_rules(stated: Mapping[str, Any], where: object) -> None:
                 f"{where}: its tokenizer can make a text {times:.3g} times as long by its {named}, "
                 f"more than {MOST}; use the original model's tokenizer"
             )
+
+
+def _expressions(rule: Any) -> int:
+    """Letters of the expressions of a rule and of those in it."""
+    if not isinstance(rule, dict):
+        return 0
+    letters = 0
+    for name in _SEVERAL:
+        letters += sum(map(_expressions, rule[name] if isinstance(rule.get(name), list) else ()))
+    pattern = rule.get("pattern")
+    if isinstance(pattern, dict):
+        letters += sum(len(text) for text in pattern.values() if isinstance(text, str))
+    return letters
 
 
 def longest_token(stated: Mapping[str, Any]) -> int:

@@ -611,6 +611,23 @@ def test_types_of_rules_are_texts(part: str, several: str) -> None:
             check_growth(json.dumps(stated).encode(), "m")
 
 
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer", "decoder"])
+def test_expressions_have_a_limit(part: str) -> None:
+    """A class of them takes 26 KB: 400,000 in 60 KB took 9.6 GB."""
+    inner = {"type": "Split", "behavior": "Isolated", "invert": False}
+    if part != "pre_tokenizer":
+        inner = {"type": "Replace", "content": "x"}
+    several = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers", "decoder": "decoders"}[part]
+    for count, refused in ((4_000, False), (5_000, True)):
+        rules = [{**inner, "pattern": {"Regex": "[\\W]" * (count // 2)}}] * 2
+        content = json.dumps({part: {"type": "Sequence", several: rules}}).encode()
+        if not refused:
+            check_growth(content, "m")
+            continue
+        with pytest.raises(UnsupportedError, match="expressions of 20000 letters, more than 16384"):
+            check_growth(content, "m")
+
+
 def test_a_table_of_sound_has_a_limit() -> None:
     """Whisper's bands by frequencies took 5.9 GB for one number in 47 KB."""
     known = {"feature_size": 128, "n_fft": 400, "sampling_rate": 16000, "chunk_length": 30}
