@@ -75,6 +75,11 @@ class Prices:
                 for layer, own in trees.items():
                     self._measure_convolutions(target, layer, own)
 
+    def whole(self, target: Target, key: str, measured: Callable[[], float]) -> float:
+        """Seconds of something larger than a product on a target that is here, kept as prices are. key: what it is."""
+        self._settle(target, [key], lambda missing: {key: measured()})
+        return self._caches[target.isa].seconds[key]
+
     def _convolution(self, target: Target, layer: Layer, tree: Node) -> float:
         if not (target.is_cpu and target.here):
             return convolutions.modelled(layer, tree, self._of(target, (tree, layer.shape, 1), 1))

@@ -21,7 +21,8 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available, compile_matrix, panel_threads
 from nstf.kernels.formats import Node, integer
 from nstf.kernels.formats.tree import Shape
-from nstf_convert.speed.measure import Pool, clock_for, typical, using
+from nstf_convert.speed.cache import digest
+from nstf_convert.speed.measure import Pool, clock_for, pool_bytes, typical, using
 from nstf_convert.speed.prices import Prices
 from nstf_convert.speed.targets import Target
 
@@ -106,7 +107,11 @@ class Token:
         if priced > SLOW_SECONDS:
             return OTHER_SHARE * float(priced)
         plain = {(i, name): (_FOUR_BITS, of) for i in range(shape["layers"]) for name, of in wanted.items()}
-        return self._seconds(target, plain | {(0, "head"): (_FOUR_BITS, _head(shape))}) - float(priced)
+        plain[0, "head"] = (_FOUR_BITS, _head(shape))
+        # Kept, since plans for a number of tokens a second go by it.
+        of = {"shape": shape, "windows": config.windows, "family": repr(config.family)}
+        key = f"{pool_bytes(self._prices.size_bytes)} token {digest(of)[:16]}"
+        return self._prices.whole(target, key, lambda: self._seconds(target, plain)) - float(priced)
 
     def _seconds(self, target: Target, stored: Stored) -> float:
         """What the engine takes for a token with these matrices."""

@@ -10,7 +10,7 @@ from nstf.kernels.cpu import ext
 from nstf.kernels.cpu.engine_matrix import available
 from nstf.kernels.formats import Node, dense, fp8, integer, mxfp4, trellis
 from nstf_convert.pipeline.propose.recipe import Recipe, tree_of
-from nstf_convert.speed import cache, measure, model, targets
+from nstf_convert.speed import cache, measure, model, targets, token
 from nstf_convert.speed.atoms import LARGEST, atoms_of
 from nstf_convert.speed.prices import Prices
 
@@ -342,3 +342,28 @@ def test_a_format_that_was_held_up_is_timed_again(monkeypatch) -> None:
     found = measure._steady(atoms, measure.Pool(1 << 18), 2, 1, 2)
     assert list(found.values()) == [0.5, 1.1, 2.0]
     assert asked == [(2, [0, 1, 2]), (1, [0, 1, 2]), (2, [1]), (2, [1])]
+
+
+@pytest.mark.skipif(not available(), reason="the engine is not built here")
+def test_what_a_token_takes_beside_its_products_is_kept_with_the_prices(measured, monkeypatch) -> None:
+    """Plans for a number of tokens a second go by it: measured anew, each conversion wrote another file."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    timed = iter([3e-3, 4e-3, 5e-3])
+    monkeypatch.setattr(token, "seconds_of_token", lambda *given: next(timed))
+
+    def products(own=None, **changes) -> float:
+        prices = Prices([here()], threads=1, size_bytes=1 << 20, own=own)
+        return token.Token({**config, **changes}, 1, prices).products(here(), 100.0)
+
+    folder = Folder()
+    first = products(folder)
+    assert first == products() and first > 0
+    assert products(vocab_size=128) != first, "another model's"
+    for kept in cache.folder().glob("speed-*.json"):
+        kept.unlink()
+    assert products(folder) == first, "a conversion that goes on has the numbers it began with"
+    assert products() != first
