@@ -9,13 +9,14 @@ from pathlib import Path
 
 from nstf.errors import UsageError
 from nstf.runtime.artifact.atomic_file import appeared, is_unfinished
+from nstf.runtime.artifact.side_names import HANDED_ON
 
 # Endings of files that tools take for a model of theirs, or for its settings.
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
 # Of those of texts: what appears in a folder of them becomes one.
 _TEXTS = (".txt", ".md", ".jsonl", ".parquet")
 # Of a tokenizer's words and of templates for chats, which go into an artifact with the model.
-_BESIDE = (".model", ".jinja")
+_BESIDE = tuple({Path(name).suffix for name in HANDED_ON})
 # Weights that are read with the settings beside them.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # Endings of ours: nobody reads such a file as part of a folder of models or texts.

@@ -262,6 +262,10 @@ def _with_rope_freqs(config: dict[str, Any], source: Source, path: Path) -> dict
     info = source.infos.get("rope_freqs.weight")
     if info is None:
         return config
+    if math.prod(info.shape) > config["head_dim"]:  # an angle for two numbers of a head
+        raise UnsupportedError(
+            f"{path}: its rope_freqs are {math.prod(info.shape)} numbers, more than a head has"
+        )
     factors = source.read("rope_freqs.weight").flatten().tolist()
     if all(f == 1.0 for f in factors):
         return config

@@ -202,7 +202,7 @@ def test_no_output_becomes_a_text_of_the_dataset(folder: Path, capsys: pytest.Ca
     assert "would become part of the folder texts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "chat_template2.jinja"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "chat_template2.jinja", "source.spm", "bpe.codes"])
 def test_nor_a_file_of_the_model_s_tokenizer(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
