@@ -54,6 +54,24 @@ def test_a_tensor_is_decoded_as_loading_decodes_it_and_outlives_the_file() -> No
         file.decode("int.4")
 
 
+def test_what_is_open_is_verified_whatever_has_its_path_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = bytearray(V1.read_bytes())
+    damaged[-200] ^= 1
+    (tmp_path / "a.nstf").write_bytes(damaged)
+    (tmp_path / "b.nstf").write_bytes(V1.read_bytes())
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with nstf.open("a.nstf") as file:
+        (tmp_path / "b.nstf").rename("a.nstf")
+        with pytest.raises(CorruptError, match="differs from its SHA-256"):
+            file.verify()
+    with nstf.open("a.nstf") as file:
+        monkeypatch.chdir(tmp_path / "other")
+        assert file.verify().arrays > 0
+
+
 def test_files_inside_are_read_and_a_config_that_is_none_is_corrupt() -> None:
     with nstf.open(V1) as file:
         assert file.files == ["config.json", "raw.bin"] and len(file.read("config.json")) == 204

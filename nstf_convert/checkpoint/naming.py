@@ -24,6 +24,8 @@ from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
 
 Read = Callable[[str], Tensor]
 MAX_LAYERS_FLOOR = 512
+# Of those that a config names.
+MOST_CLASSES = 8
 COUNTS = re.compile(r"(^|_)n?_?(layers?|blocks?|experts|stages|depths?|repeats)$")
 
 
@@ -103,12 +105,14 @@ def model_classes(config: Mapping[str, Any]) -> list[Any]:
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return []
     config_class = transformers.CONFIG_MAPPING[config["model_type"]]
+    stated = config.get("architectures")
+    # A class that is tried may be built.
     named = [
         exported(name)
-        for name in config.get("architectures") or ()
+        for name in (stated if isinstance(stated, list) else [])[:MOST_CLASSES]
         if isinstance(name, str) and name.isidentifier()
     ]
-    found: list[Any] = [cls for cls in named if _is_model_class(cls)]
+    found: list[Any] = list(dict.fromkeys(cls for cls in named if _is_model_class(cls)))
     for mapping in (
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,

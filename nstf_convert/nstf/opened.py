@@ -147,9 +147,9 @@ class File:
 
     def verify(self) -> Verified:
         """Reads the whole file and checks every SHA-256. Raises CorruptError that names what differs."""
-        from nstf.runtime.artifact import verify
+        from nstf.runtime.artifact.digests import verify_opened
 
-        return verify(self.path)
+        return verify_opened(self._artifact)
 
     def close(self) -> None:
         """Lets go of the file."""

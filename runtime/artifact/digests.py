@@ -11,7 +11,7 @@ from nstf.errors import NstfError
 from nstf.kernels.records import frozen
 from nstf.runtime.artifact.header import TensorEntry, corrupt, short
 from nstf.runtime.artifact.manifest import TensorRecord
-from nstf.runtime.artifact.reader import Artifact, file_state, open_artifact
+from nstf.runtime.artifact.reader import Artifact, open_artifact
 from nstf.runtime.artifact.sha256 import sha256, together
 
 TYPE_CHECKING = False
@@ -48,16 +48,16 @@ def verify(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Verif
 
 def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified:
     """As `verify`, for a file that is open. A mapped file is read, so that what was checked need not stay in memory; of
-    one in memory, that memory is checked."""
+    one in memory, that memory is checked, and of one in whose place another file lies now, the mapping."""
     path, manifest, entries = artifact.where, artifact.manifest, artifact.entries
     digests = dict(zip(sorted(entries), manifest.sha256, strict=True))
     ordered = sorted(entries.items(), key=lambda item: item[1].start)
     end = max((entry.end for entry in entries.values()), default=1)
     mine = [(n, entry) for n, entry in ordered if entry.start * parts // end == part]
     try:
-        with open(path, "rb") if artifact.state is not None else nullcontext() as file:
-            if file is not None and file_state(os.fstat(file.fileno())) != artifact.state:
-                raise corrupt(path, "the file changed while it was opened")
+        artifact.check_unchanged()  # of a file that was cut short the mapping ends the process
+        descriptor = artifact.reopened()
+        with open(descriptor, "rb") if descriptor is not None else nullcontext() as file:
             for name, entry in mine:
                 if file is None:
                     found = sha256([artifact.stored_bytes(name)])[0].hex()

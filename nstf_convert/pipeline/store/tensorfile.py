@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -232,6 +233,10 @@ def _entries(path: Path) -> dict[str, Any]:
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     if any(set(entry) != _ENTRY for entry in entries.values()):
         raise ValueError("an entry has a key that is not known")
+    if any(math.prod(max(1, size) for size in entry["shape"]) >= 1 << 62 for entry in entries.values()):
+        raise ValueError(
+            "a tensor has more elements than can be counted"
+        )  # torch's strides, of an empty one too
     return entries
 
 

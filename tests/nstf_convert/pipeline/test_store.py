@@ -1,6 +1,7 @@
 """Stored results: what was changed on disk is noticed, said once, and made again."""
 
 import errno
+import hashlib
 import json
 import logging
 import shutil
@@ -15,6 +16,7 @@ from nstf.errors import CorruptError, NstfError
 from nstf_convert.pipeline import convert
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.session import Session
+from nstf_convert.pipeline.store import tensorfile
 from nstf_convert.pipeline.store.tensorfile import TensorFile, write_tensors
 from nstf_convert.pipeline.store.workdir import WorkDir
 
@@ -117,6 +119,17 @@ def test_a_file_of_another_writer_is_refused(tmp_path) -> None:
         TensorFile(tmp_path / "x.safetensors")
     write_tensors(tmp_path / "y.safetensors", {"x": torch.ones(2)}, {"a": 1})
     TensorFile(tmp_path / "y.safetensors").verify()
+
+
+def test_an_empty_tensor_of_too_many_elements_is_refused(tmp_path) -> None:
+    """Its strides are more than torch counts, a RuntimeError of its own."""
+    entries = {"x": {"dtype": "F32", "shape": [0, 1 << 62, 2], "data_offsets": [0, 0]}}
+    kept = {"metadata": {}, "digests": {"x": hashlib.sha256(b"").hexdigest()}, "entries": entries}
+    sealed = {"metadata": {}, "digests": kept["digests"], "seal": tensorfile._seal(kept)}
+    header = json.dumps({"__metadata__": {"nstf": json.dumps(sealed)}, **entries}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CorruptError, match="more elements than can be counted"):
+        TensorFile(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(
