@@ -5,6 +5,8 @@ reads it transposed, `MatMulNBits` of ONNX Runtime. Everything else in the graph
 form is decoded.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -255,23 +257,41 @@ def _dtype(tensor: Any) -> str:
 
 def _raised(model: Any, source: Path) -> Any:
     """The model at an opset with blocked 4-bit `DequantizeLinear`. Raises UnsupportedError."""
-    import onnx
-
     version = next((e.version for e in model.opset_import if e.domain in ("", "ai.onnx")), None)
     if version is None:
         raise UnsupportedError(f"{source} does not say which opset its operators are of: export it anew")
     if version < OPSET:
         try:
-            model = onnx.version_converter.convert_version(model, OPSET)
-        except Exception as error:
-            # The converter raises several types, and says which operator it does not know.
-            text = " ".join(str(error).split())[:160]
+            model = _converted(model)
+        except ValueError as error:
             raise UnsupportedError(
-                f"{source} is of opset {version} and cannot be raised to {OPSET}, which 4-bit weights need ({text}): "
-                "export it anew"
+                f"{source} is of opset {version} and cannot be raised to {OPSET}, which 4-bit weights need "
+                f"({str(error)[:160]}): export it anew"
             ) from error
     model.ir_version = max(model.ir_version, 10)
     return model
+
+
+def _converted(model: Any) -> Any:
+    """The model at OPSET, made by a process of its own (raise_opset.py). Raises ValueError that says why not."""
+    import onnx
+
+    # -P: nothing is imported from the folder that the user happens to be in.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("raise_opset.py")), str(OPSET)]
+    try:
+        content = model.SerializeToString()
+    except Exception as error:  # of protobuf's own class: above 2 GiB
+        raise ValueError(f"it is no single protobuf: {' '.join(str(error).split())}") from error
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, check=False)
+    except OSError as error:
+        raise ValueError(f"no process could be started: {error.strerror}") from error
+    if done.returncode < 0:
+        raise ValueError(f"onnx's converter ended by signal {-done.returncode}")
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").split("\n")
+        raise ValueError(next((line for line in reversed(lines) if line.strip()), "for no stated reason"))
+    return onnx.load_model_from_string(done.stdout)
 
 
 def weight_files(source: Path) -> list[Path]:
