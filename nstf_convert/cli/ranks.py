@@ -21,6 +21,8 @@ from nstf_convert.cli.running import open_streams
 
 # Seconds that the other ranks have to say why, once one failed.
 GRACE = 2.0
+# Each is a process that imports torch: beyond, a wrong number would keep a machine busy for minutes.
+RANKS_A_CORE = 8
 
 
 class RankDied(NstfError):
@@ -46,6 +48,8 @@ def as_ranks(count: int, work: Callable[..., None], *arguments: Any, own_cores: 
         _silence(int(rank[:9]))
         work(*arguments)
         return
+    if count > (most := RANKS_A_CORE * _cores()):
+        raise UsageError(f"{count} ranks are too many for the {_cores()} cores here: give at most {most}")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

@@ -34,6 +34,12 @@ def test_a_rank_that_is_no_number_is_wrong_use(monkeypatch: pytest.MonkeyPatch) 
             as_ranks(2, print, "x")
 
 
+def test_more_ranks_than_cores_can_carry_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_cores", lambda: 2)
+    with pytest.raises(UsageError, match="1024 ranks are too many for the 2 cores here: give at most 16"):
+        as_ranks(1024, print, "x")
+
+
 def fail(kind: type[Exception], message: str, last: bool) -> None:
     if last == (os.environ["RANK"] == "1"):
         raise kind(message)
