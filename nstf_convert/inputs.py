@@ -15,7 +15,7 @@ from nstf.runtime.artifact.side_names import HANDED_ON
 FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".json", ".html")
 # Of those of texts: what appears in a folder of them becomes one.
 _TEXTS = (".txt", ".md", ".jsonl", ".parquet")
-# Of a tokenizer's words and of templates for chats, which go into an artifact with the model.
+# Of the small files that go into an artifact with the model: words of tokenizers, templates for chats, settings.
 _BESIDE = tuple({Path(name).suffix for name in HANDED_ON})
 # Weights that are read with the settings beside them.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")

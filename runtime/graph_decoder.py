@@ -23,7 +23,7 @@ from nstf.kernels.triton.linear import unsuitable
 from nstf.runtime.decoder_glue import Given, Glue
 from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
-from nstf.runtime.graph_prompt import Prompts
+from nstf.runtime.graph_prompt import PIECES_FROM, Prompts
 from nstf.runtime.graphs import Graphs, Step, same_draws
 from nstf.runtime.sampling import Sampling, choose
 from nstf.runtime.stacking import Matrix, matrix_of, stacked
@@ -102,7 +102,7 @@ class Decoder:
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
         self._prompts = Prompts(
             model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None),
-            self._prompt_piece, self.longest_prompt,
+            self._prompt_piece, self.longest_prompt, self._weights_a_layer >= PIECES_FROM,
         )  # fmt: skip
 
     @property
@@ -116,6 +116,12 @@ class Decoder:
         it."""
         windows = [layer.heads.window for layer in self._layers if layer.heads.window]
         return min(windows, default=self.context)
+
+    @property
+    def _weights_a_layer(self) -> int:
+        shape = self.config.shape
+        heads = 2 * shape["heads"] + 2 * shape["kv_heads"]
+        return int(shape["hidden"] * (heads * shape["head_size"] + 3 * shape["ffn"]))
 
     @property
     def capacity(self) -> int:

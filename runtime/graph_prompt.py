@@ -2,9 +2,10 @@
 comes, more in pieces; by transformers' modules where a window is shorter than the prompt, and on several ranks from
 LONG_ROWS on.
 
-A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts of up to MOST_ROWS tokens
-are padded to the next multiple of STEP, so that few lengths are captured. Attention is causal, so padding changes nothing in
-the tokens before it. Prompts are padded before their length is captured too: so a prompt takes the same kernels each time.
+A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts are
+padded to the next multiple of STEP, so that few lengths are captured and tiles are full. Attention is causal, so padding
+changes nothing in the tokens before it. Prompts are padded before their length is captured too: so a prompt takes the same
+kernels each time.
 
 The decoder's layers (graph_decoder.py) do in a launch what the modules do in several, keep the residual stream in float32
 and write keys and values where they stay. A replayed prompt gives the logits of one that is not captured up to the rounding
@@ -30,9 +31,14 @@ from nstf.runtime.ranks import Ranks
 _log = logging.getLogger("nstf")
 
 STEP = 64
-# Of all sequences. Beyond, a GPU has as much to do as the host, and a graph keeps the activations' memory. Pieces of so many
-# rows took 0.95 to 0.97 of the time of whole prompts of 2048 to 8192 (70B shape, int4, H200).
+# Of all sequences. Beyond, a GPU has as much to do as the host, and a graph keeps the activations' memory.
 MOST_ROWS = 1024
+# Pieces of MOST_ROWS took 0.95 to 0.96 of the time of whole prompts of 2048, 8000 and 16 x 512 tokens (16 layers of the 70B
+# shape, int4, H200). The host takes 0.9 ms to start a layer of a piece, which a GPU is busy with for 2.3: of a layer of 8B,
+# 0.6. So a layer must have so many weights.
+PIECES_FROM = 1 << 29
+# Times MOST_ROWS that a prompt may have to stay whole: a small rest is all starting.
+_WHOLE = 1.5
 # All lengths of a single sequence: with fewer, prompts whose lengths take turns would be captured again and again.
 KEPT_GRAPHS = MOST_ROWS // STEP
 # A capture takes as long as two prompts that are not captured, on several ranks as four: it is for lengths that come again.
@@ -49,10 +55,13 @@ class _Prompt:
 
 
 class Prompts:
-    """The prompts of one model on one device. layers: their number; capture: makes a replay, None for no graphs; ranks:
-    those that run the model together, None for this process alone; own: the decoder's method that gives the logits of
-    prompts of up to `longest` tokens, of (ids, the place of the last token, the position of the first, which sequences of
-    the cache)."""
+    """The prompts of one model on one device.
+
+    layers: their number. capture: makes a replay, None for no graphs. ranks: those that run the model together, None for
+    this process alone. own: the decoder's method that gives the logits of prompts of up to `longest` tokens, of (ids, the
+    place of the last token, the position of the first, which sequences of the cache). in_pieces: whether long prompts run
+    in pieces.
+    """
 
     def __init__(
         self,
@@ -62,11 +71,13 @@ class Prompts:
         ranks: Ranks | None,
         own: Callable[[Tensor, Tensor, int, slice], Tensor],
         longest: int,
+        in_pieces: bool,
     ) -> None:
         self._model, self._layers, self._capture, self._ranks = model, layers, capture, ranks
         # Weakly: in a cycle a decoder's graphs and caches would stay until the collector comes, and NCCL, which waits for
         # graphs that hold its sums, would not end.
         self._own, self._longest = WeakMethod(own), longest
+        self._pieces = in_pieces and ranks is None
         self._seen: Counter[tuple[int, int]] = Counter()
         self._graphs: OrderedDict[tuple[int, int], tuple[_Prompt, Step]] = OrderedDict()
 
@@ -81,8 +92,8 @@ class Prompts:
         filled = min(-(-count // STEP) * STEP, cache.shape[4])
         if torch.are_deterministic_algorithms_enabled():
             return self._by_modules(ids, 1, cache)
-        # Of such the modules of ranks sum a part while they multiply the next (divided_modules.py).
-        if self._ranks is not None and batch * count >= max(LONG_ROWS, MOST_ROWS + 1):
+        # Of so many rows the modules of ranks sum a part while they multiply the next (divided_modules.py).
+        if self._ranks is not None and batch * count >= LONG_ROWS:
             return self._by_modules(ids, 1, cache)
         found = self._captured((batch, filled), cache) if batch * filled <= MOST_ROWS else None
         if found is None:
@@ -159,16 +170,18 @@ class Prompts:
             return self._by_modules(ids, last, cache)
 
     def _in_pieces(self, ids: Tensor, last: Tensor) -> Tensor:
-        """By the decoder's layers: as many sequences at a time as MOST_ROWS tokens are, of longer ones so many tokens."""
+        """By the decoder's layers: in even pieces of about MOST_ROWS tokens, of several sequences or of a long one."""
         own, (batch, count) = self._own(), ids.shape
         assert own is not None, "a decoder's prompts live as long as the decoder"
-        if batch * count <= MOST_ROWS or self._ranks is not None:
+        if batch * count <= _WHOLE * MOST_ROWS or not self._pieces:
             return own(ids, last, 0, slice(None))
-        found, together = [], max(1, MOST_ROWS // count)
+        together = _even(batch, max(1, MOST_ROWS // count), 1)
+        tokens = count if count <= _WHOLE * MOST_ROWS else _even(count, MOST_ROWS, STEP)
+        found = []
         for at in range(0, batch, together):
             some = slice(at, at + together)
-            for first in range(0, count, MOST_ROWS):
-                piece = ids[some, first : first + MOST_ROWS]
+            for first in range(0, count, tokens):
+                piece = ids[some, first : first + tokens]
                 # Of pieces before the last one the logits are of no use, and of few rows.
                 logits = own(piece, (last - first).clamp_max(piece.shape[1] - 1), first, some)
             found.append(logits)
@@ -190,3 +203,9 @@ class Prompts:
             stored.keys = stored.values = None
         logits: Tensor = found.logits[:, -1]
         return logits
+
+
+def _even(total: int, most: int, step: int) -> int:
+    """The size of even pieces of about `most`, whole steps."""
+    each = -(-total // -(-total // most))
+    return -(-each // step) * step

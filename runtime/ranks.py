@@ -238,11 +238,8 @@ def join(count: int, device: torch.device) -> Ranks:
             )
             if not on_gpu:
                 atexit.register(_leave)
-        except (
-            RuntimeError,
-            ValueError,
-            OSError,
-        ) as error:  # a port that is taken, say, or the others' absence
+        # A port that is taken, say, or the others' absence.
+        except (RuntimeError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())[:200]
             raise NstfError(f"the {count} processes of tensor_parallel do not meet: {reason}") from error
     return Ranks(dist.get_rank(), count)
@@ -255,10 +252,11 @@ def _store(rank: int, count: int) -> Any:
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     made: Any = getattr(dist, "TCPStore")  # noqa: B009  (torch's stubs leave it out)
+    wait = dist.constants.default_pg_timeout  # as torch's own, for slow starts
     if rank:
-        return made(address, int(port), count, False)
+        return made(address, int(port), count, False, wait)
     with socket.create_server((address, int(port))) as server:
-        return made(address, int(port), count, True, master_listen_fd=server.detach())
+        return made(address, int(port), count, True, wait, master_listen_fd=server.detach())
 
 
 def _leave() -> None:

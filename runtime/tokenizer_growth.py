@@ -159,8 +159,8 @@ def _expressions(rule: Any) -> int:
     for name in _SEVERAL:
         letters += sum(map(_expressions, rule[name] if isinstance(rule.get(name), list) else ()))
     pattern = rule.get("pattern")
-    if isinstance(pattern, dict):
-        letters += sum(len(text) for text in pattern.values() if isinstance(text, str))
+    if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+        letters += len(pattern["Regex"])
     return letters
 
 

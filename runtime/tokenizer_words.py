@@ -39,9 +39,9 @@ MOST_MADE = 1 << 12
 # for so many. Known ones add some thousand (places in images).
 MOST_ADDED = 1 << 13
 _MADE = ("extra_ids", "offset")
-# Letters of the words of a model that looks for the likeliest division (Unigram): its trie takes 340 bytes for each.
+# Bytes of the words of a model that looks for the likeliest division (Unigram): its trie takes some 350 bytes for each.
 MOST_BYTES_KNOWN = 1 << 22
-# The same of all divisions of each word of a GGUF file without merges, of which transformers makes merges as texts.
+# Letters of all divisions of each word of a GGUF file without merges, of which transformers makes merges as texts.
 MOST_LETTERS_MERGED = 1 << 26
 # Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
 MOST_TABLE = 1 << 22
@@ -50,8 +50,9 @@ _SAMPLES = ("filter_length", "fft_length", "fft_window_size", "n_fft", "win_leng
 # Bands and seconds of a window where settings state none: the most that an extractor takes then.
 _USUAL_BANDS = 128
 _USUAL_SECONDS = 0.064
-# What a class of transformers takes by itself at most (MusicgenMelody): so 256 bands.
-_MOST_USUAL_SAMPLES = 1 << 14
+# What a class of transformers takes by itself at most (Pop2Piano, with 512 bands): so 1,024 bands. And MusicgenMelody, with
+# bands of a name of its own.
+_MOST_USUAL_SAMPLES, _MUSICGEN_SAMPLES = 1 << 12, 1 << 14
 _TEXT = bytes(range(32, 127)) + b"\t\n\r"  # what lists of words in base64 are made of
 _TOKENS = ("_token", "_tokens")
 _HUGE = 1e100  # an integer of more digits may be none that a float can hold
@@ -149,7 +150,7 @@ def check_letters_added(texts: Iterable[str], by: str, where: object) -> None:
 
 def check_known(stated: Mapping[str, Any], where: object) -> None:
     """Raises UnsupportedError for the words of a tokenizer.json that are as check_words and check_added refuse them, or too
-    many letters together for what looks them up."""
+    many bytes together for what looks them up."""
     model, added = stated.get("model"), stated.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     words = vocab if isinstance(vocab, dict) else [pair[0] for pair in _lists(vocab) if pair]
@@ -207,7 +208,7 @@ def _largest_table(stated: Any) -> float:
     seconds = max(milliseconds / 1000, spoken) or _USUAL_SECONDS
     samples, bands = max(largest(*_SAMPLES), largest("sampling_rate") * seconds), largest(*_BANDS)
     if bands:  # those of a class may stand under another name than is stated
-        samples = max(samples, _MOST_USUAL_SAMPLES)
+        samples = max(samples, _MUSICGEN_SAMPLES if largest("num_chroma") else _MOST_USUAL_SAMPLES)
     return max(samples * (bands or _USUAL_BANDS), *map(_largest_table, stated.values()), 0)
 
 

@@ -262,9 +262,10 @@ def _with_rope_freqs(config: dict[str, Any], source: Source, path: Path) -> dict
     info = source.infos.get("rope_freqs.weight")
     if info is None:
         return config
-    if math.prod(info.shape) > config["head_dim"]:  # an angle for two numbers of a head
+    count, most = math.prod(info.shape), config["head_dim"] // 2
+    if count > most:
         raise UnsupportedError(
-            f"{path}: its rope_freqs are {math.prod(info.shape)} numbers, more than a head has"
+            f"{path}: its rope_freqs are {count} numbers, a head has {most} pairs: convert it again"
         )
     factors = source.read("rope_freqs.weight").flatten().tolist()
     if all(f == 1.0 for f in factors):

@@ -70,11 +70,12 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"
         )
-    if (together := sum(map(bytes_of, tokens))) > MOST_BYTES_KNOWN:
-        raise UnsupportedError(
-            f"{path} has tokens of {together} bytes, more than {MOST_BYTES_KNOWN}: its tokenizer is damaged"
-        )
     merged, scored = (f"tokenizer.ggml.{key}" in header.metadata for key in ("merges", "scores"))
+    # Merges are looked up; without them trees are made of the bytes.
+    if (together := sum(map(len if merged else bytes_of, tokens))) > MOST_BYTES_KNOWN:
+        raise UnsupportedError(
+            f"{path} has tokens of {together} letters or bytes, more than {MOST_BYTES_KNOWN}: its tokenizer is damaged"
+        )
     if not merged and not scored and header.metadata.get("tokenizer.ggml.model") in ("gpt2", "llama"):
         raise UnsupportedError(
             f"{path}: its tokenizer has neither merges nor scores, which say how words are divided"

@@ -24,7 +24,7 @@ from nstf_convert.checkpoint.source import TensorInfo, torch_dtype
 
 Read = Callable[[str], Tensor]
 MAX_LAYERS_FLOOR = 512
-# Of those that a config names.
+# Of the classes that a config names, those that are tried: where tensors have no place, each is built.
 MOST_CLASSES = 8
 COUNTS = re.compile(r"(^|_)n?_?(layers?|blocks?|experts|stages|depths?|repeats)$")
 

@@ -134,7 +134,7 @@ def _rank(
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen where the host's name leads
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen where the host's name leads
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))  # torch's threads
     if own_cores:
         from nstf.runtime.ranks import use_own_cores

@@ -5,8 +5,10 @@ reads it transposed, `MatMulNBits` of ONNX Runtime. Everything else in the graph
 form is decoded.
 """
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -22,12 +24,15 @@ from nstf_convert.checkpoint.onnx import open_file
 from nstf_convert.export import integers
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.plan import ExportPlan, Item, decoded
+from nstf_convert.export.raise_opset import NO_MEMORY
 from nstf_convert.export.writing import Files, listed
 from nstf_convert.pipeline.propose.recipe import describe
 
 MICROSOFT = "com.microsoft"
 # 4-bit integers and blocks came with this version of ONNX's operators.
 OPSET = 21
+# Seconds for that: functions of a graph that call each other take the converter time by a power of two.
+LONGEST = 300
 # A protobuf ends at 2 GiB.
 LARGEST_INLINE = 3 << 29
 
@@ -273,19 +278,24 @@ def _raised(model: Any, source: Path) -> Any:
 
 
 def _converted(model: Any) -> Any:
-    """The model at OPSET, made by a process of its own (raise_opset.py). Raises ValueError that says why not."""
+    """The model at OPSET, made by a process of its own (raise_opset.py). Raises ValueError that says why not, and NstfError
+    where the machine does not do it."""
     import onnx
 
-    # -P: nothing is imported from the folder that the user happens to be in.
+    # -P: `onnx` is not this folder's onnx.py.
     command = [sys.executable, "-P", str(Path(__file__).with_name("raise_opset.py")), str(OPSET)]
     try:
         content = model.SerializeToString()
     except Exception as error:  # of protobuf's own class: above 2 GiB
         raise ValueError(f"it is no single protobuf: {' '.join(str(error).split())}") from error
     try:
-        done = subprocess.run(command, input=content, capture_output=True, check=False)
+        done = subprocess.run(command, input=content, capture_output=True, check=False, timeout=LONGEST)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"onnx's converter did not end in {LONGEST} seconds") from error
     except OSError as error:
-        raise ValueError(f"no process could be started: {error.strerror}") from error
+        raise NstfError(f"no process could be started for onnx's converter: {error.strerror}") from error
+    if done.returncode in (NO_MEMORY, -signal.SIGKILL):
+        raise NstfError("onnx's converter found no memory for the source; free some")
     if done.returncode < 0:
         raise ValueError(f"onnx's converter ended by signal {-done.returncode}")
     if done.returncode:
@@ -310,9 +320,51 @@ def _load(source: Path, weights: bool = True) -> Any:
         raise UsageError(f"no such file: {source}")
     open_file(source).close()  # checked as a conversion has read it: sizes, names of other files
     try:
-        return onnx.load(str(source), load_external_data=weights)
+        model = onnx.load(str(source), load_external_data=False)
+        # A conversion has looked at these; onnx would also read those of constants and of graphs inside, from any file.
+        if any(map(_is_outside, _others(model))):
+            raise UnsupportedError(
+                f"{source} keeps values of a constant or of a graph inside in another file: save it as one file"
+            )
+        for tensor in model.graph.initializer if weights else ():
+            if _is_outside(tensor):
+                onnx.external_data_helper.load_external_data_for_tensor(tensor, str(source.parent))
+                tensor.data_location = onnx.TensorProto.DEFAULT  # older versions leave these
+                del tensor.external_data[:]
+        return model
+    except NstfError:
+        raise
     except Exception as error:
         # protobuf's DecodeError and onnx's own errors have no common class.
         raise CorruptError(
             f"{source} is not a readable .onnx file ({' '.join(str(error).split())[:120]})"
         ) from error
+
+
+def _is_outside(message: Any) -> bool:
+    """Whether it is a tensor whose values are in another file."""
+    import onnx
+
+    outside = onnx.TensorProto.EXTERNAL
+    return isinstance(message, onnx.TensorProto) and message.data_location == outside
+
+
+def _others(model: Any) -> Iterator[Any]:
+    """All messages inside of a model but the initialisers of its graph."""
+    for field, value in model.ListFields():
+        if field.name != "graph":
+            yield from _within(field, value)
+            continue
+        for inner, held in value.ListFields():
+            if inner.name != "initializer":
+                yield from _within(inner, held)
+
+
+def _within(field: Any, value: Any) -> Iterator[Any]:
+    """The messages in a field, and those in them."""
+    if field.message_type is None:
+        return
+    for message in [value] if hasattr(value, "ListFields") else value:
+        yield message
+        for inner, held in message.ListFields():
+            yield from _within(inner, held)

@@ -9,6 +9,9 @@ which ends the process. So it has one of its own. The last line of stderr says w
 import os
 import sys
 
+# The exit code where memory ended.
+NO_MEMORY = 3
+
 
 def main() -> None:
     import onnx
@@ -18,6 +21,8 @@ def main() -> None:
     model = onnx.load_model_from_string(sys.stdin.buffer.read())
     try:
         raised = onnx.version_converter.convert_version(model, int(sys.argv[1])).SerializeToString()
+    except MemoryError:
+        sys.exit(NO_MEMORY)
     except Exception as error:  # it raises several types, and says which operator it does not know
         sys.exit(" ".join(str(error).split())[:160])
     with os.fdopen(out, "wb") as file:

@@ -146,7 +146,8 @@ class File:
             return decode(encoded, dtype).clone()
 
     def verify(self) -> Verified:
-        """Reads the whole file and checks every SHA-256. Raises CorruptError that names what differs."""
+        """Reads the whole file and checks every SHA-256. Raises CorruptError that names what differs, NstfError where the
+        file was written into since it was opened, ValueError after `close`."""
         from nstf.runtime.artifact.digests import verify_opened
 
         return verify_opened(self._artifact)

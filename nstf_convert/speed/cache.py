@@ -3,8 +3,8 @@ of the kernels.
 
     ~/.cache/nstf/speed-0123456789ab.json    {"version", "identity": {...}, "seconds": {"<pool> <batch> <leaf>": s}}
 
-A file that is damaged, or that another machine left, counts as none: what it would have said is measured again. So
-the same machine gives a second conversion the same prices, and with them the same file.
+and likewise by "<pool> token <model>". A file that is damaged, or that another machine left, counts as none: what it would
+have said is measured again. So the same machine gives a second conversion the same prices, and with them the same file.
 """
 
 import contextlib

@@ -110,6 +110,7 @@ class Token:
         plain[0, "head"] = (_FOUR_BITS, _head(shape))
         # Kept, since plans for a number of tokens a second go by it.
         of = {"shape": shape, "windows": config.windows, "family": repr(config.family)}
+        of |= {"biases": config.biases, "rotations": config.rotation_of}
         key = f"{pool_bytes(self._prices.size_bytes)} token {digest(of)[:16]}"
         return self._prices.whole(target, key, lambda: self._seconds(target, plain)) - float(priced)
 

@@ -33,7 +33,7 @@ MAX_LABELS = 65_536
 MAX_TEXT = 65_536
 # Values of a list, or as many as there are tensors; lists under keys of these words may be longer.
 MAX_LIST = 4_096
-_LONG = {"label", "labels", "token", "tokens", "ids"}
+_LONG = {"label", "labels", "class", "classes", "token", "tokens"}
 # Positions, windows, sizes of chunks; and whatever else a number may mean.
 MAX_INTEGER, MAX_NUMBER = 1 << 31, 1e300
 # What small models state beyond the sizes of their tensors: heads of a group, classes, buckets, positions of an image.
@@ -159,7 +159,7 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
         raise CorruptError(f"{where}: its config.json is nested too deeply or has too many entries")
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _check_text(key, where, path)
+            _check_text(key, where, f"a key of {path or 'it'}")
             if key in _LABELS:
                 _check_labels(item, where, key)
             else:
@@ -174,7 +174,7 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
         for item in value:
             _check(item, limits, where, path, depth + 1, seen)
     elif isinstance(value, str):
-        _check_text(value, where, path)
+        _check_text(value, where, short(path))
     elif type(value) in (int, float):
         most = _most(path, limits)
         if (type(value) is int or math.isfinite(value)) and abs(value) > most:
@@ -184,10 +184,10 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
             )
 
 
-def _check_text(value: Any, where: object, path: str) -> None:
+def _check_text(value: Any, where: object, what: str) -> None:
     if isinstance(value, str) and len(value) > MAX_TEXT:
         raise CorruptError(
-            f"{where}: its config.json says {short(path)} by a text of {len(value)} letters, at most {MAX_TEXT} are accepted"
+            f"{where}: its config.json says {what} by a text of {len(value)} letters, at most {MAX_TEXT} are accepted"
         )
 
 
@@ -289,3 +289,7 @@ def _check_labels(value: Any, where: object, key: str) -> None:
     for name, label in (value or {}).items():
         _check_text(name, where, key)
         _check_text(label, where, key)
+        if isinstance(label, list | Mapping):
+            raise CorruptError(
+                f"{where}: its config.json has a label under {key} that is no text and no number"
+            )

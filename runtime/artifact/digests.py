@@ -49,6 +49,7 @@ def verify(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Verif
 def verify_opened(artifact: Artifact, part: int = 0, parts: int = 1) -> Verified:
     """As `verify`, for a file that is open. A mapped file is read, so that what was checked need not stay in memory; of
     one in memory, that memory is checked, and of one in whose place another file lies now, the mapping."""
+    artifact.check_open()
     path, manifest, entries = artifact.where, artifact.manifest, artifact.entries
     digests = dict(zip(sorted(entries), manifest.sha256, strict=True))
     ordered = sorted(entries.items(), key=lambda item: item[1].start)

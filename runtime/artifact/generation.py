@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from nstf.runtime.artifact.config import Config
 
 _LONGEST = 1 << 40
-# Sequences that are decoded side by side, each with a cache of its own; tokens of an n-gram that is not to come again.
+# Sequences that are decoded side by side, each with a cache of its own.
 MAX_BEAMS = 1_024
+# Tokens of an n-gram that is not to come again: transformers makes a list of as many texts.
+MAX_NGRAM = 1_024
 # A draw of so many is one of all: our samplers count in 32 bits.
 _MOST_TOKENS = (1 << 31) - 1
 # Whole numbers: the most that may stand there. -1 stands for "off" in some files, and 50.0 for 50.
@@ -29,10 +31,9 @@ _INTEGERS = dict.fromkeys(
     "max_length max_new_tokens min_length min_new_tokens top_k "
     "num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size prefill_chunk_size".split(),
     _LONGEST,
-) | dict.fromkeys(
-    # transformers makes a list of as many texts as an n-gram has tokens.
-    ("num_beams", "num_return_sequences", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), MAX_BEAMS
-)  # fmt: skip
+)
+_INTEGERS |= dict.fromkeys(("num_beams", "num_return_sequences"), MAX_BEAMS)
+_INTEGERS |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), MAX_NGRAM)
 # Numbers: the range of each. What is beyond float64 is an integer of hundreds of digits.
 _ANY = (-1e300, 1e300)
 _NUMBERS = {

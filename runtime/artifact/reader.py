@@ -220,6 +220,10 @@ class Artifact:
         opened.state = self.state
         return opened
 
+    def check_open(self) -> None:
+        """Raises ValueError after `close`."""
+        self._open_mapping()
+
     def _open_mapping(self) -> mmap.mmap:
         if self._mapping is None:
             raise ValueError(f"{self.where}: the artifact is closed")

@@ -32,7 +32,7 @@ EXPORTS = {
     "onnx": ("model.nstf", []),
 }
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000
-RECURSIVE, PRIVATE = 1 << 14, 1 << 18
+RECURSIVE, PRIVATE, BIND = 1 << 14, 1 << 18, 1 << 12
 
 
 def disk_of(size: int) -> None:
@@ -40,7 +40,7 @@ def disk_of(size: int) -> None:
     mounted("tmpfs", "disk", "tmpfs", 0, f"size={size}")
 
 
-def mounted(source: str, target: str, kind: str = "", flags: int = 4096, data: str = "") -> None:
+def mounted(source: str, target: str, kind: str = "", flags: int = BIND, data: str = "") -> None:
     """In a process of its own: a mount, of a folder that is there by default. Raises PermissionError where none is
     allowed."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -301,10 +301,11 @@ def test_a_side_file_of_too_many_arrays_is_refused_before_they_are_made(
         str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
         for i in range(side_file.MAX_KERNELS + 2)
     }
-    text = json.dumps(arrays).encode()
+    text = json.dumps({"__metadata__": {side_file._KEY: "{}"}, **arrays}).encode()
     monkeypatch.setattr("safetensors.torch.load", lambda data: pytest.fail("was loaded"))
-    with pytest.raises(CorruptError, match="not a file of compiled kernels"):
+    with pytest.raises(CorruptError, match="not a file of compiled kernels") as caught:
         side_file.parse(struct.pack("<Q", len(text)) + text, "file")
+    assert "arrays" in str(caught.value.__cause__)
 
 
 def test_a_side_file_of_too_many_values_is_refused_before_they_are_made(whole: bytes) -> None:

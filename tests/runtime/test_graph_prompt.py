@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -131,9 +132,10 @@ def test_long_prompts_run_in_pieces(
 ) -> None:
     monkeypatch.setattr(graph_prompt, "MOST_ROWS", 32)
     monkeypatch.setattr(graph_prompt, "STEP", 16)
+    monkeypatch.setattr(graph_decoder, "PIECES_FROM", 0)
     model, capture = loaded(tiny, tmp_path, name), Capture()
     decoder: Any = Decoder(model, capture)
-    asked = [(1, 9), (3, 9), (3, 9), (1, 70), (2, 70)]
+    asked = [(1, 9), (3, 9), (4, 9), (1, 70), (2, 70)]
     with torch.no_grad():
         expected = [model(ids_of(count, batch)).logits[:, -1] for batch, count in asked]
         seen: list[tuple[int, ...]] = []
@@ -146,12 +148,28 @@ def test_long_prompts_run_in_pieces(
         found = list(decoder.generate(ids, 12))
         assert torch.equal(torch.tensor(found).T, by_transformers(model, ids, **rest)[:, 70:])
     if decoder.longest_prompt >= 80:
-        # Sequences as many together as there is room for; of a longer one a piece, filled up at the end.
-        assert seen[:3] == [(1, 16), (2, 16), (1, 16)] and seen[5:8] == [(1, 32), (1, 32), (1, 16)]
+        # Half as much again stays whole; else as many sequences as there is room for, and pieces of longer ones.
+        assert seen[:4] == [(1, 16), (3, 16), (2, 16), (2, 16)] and seen[4:7] == [(1, 32), (1, 32), (1, 16)]
     assert MOST_ROWS % STEP == 0
     assert graph_prompt.KEPT_GRAPHS * STEP >= MOST_ROWS, (
         "lengths of one sequence that take turns are all kept"
     )
+
+
+def test_long_prompts_of_small_layers_stay_whole(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would take longer to start the pieces than a GPU to run them."""
+    monkeypatch.setattr(graph_prompt, "MOST_ROWS", 64)
+    model, seen = loaded(tiny, tmp_path), []
+    decoder: Any = Decoder(model, Capture())
+    weights = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
+    stored = sum(math.prod(m.shape) for m in model.model.layers[0].modules() if hasattr(m, "like"))
+    assert decoder._weights_a_layer == weights + stored < graph_prompt.PIECES_FROM
+    decoder._embedding.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    with torch.no_grad():
+        decoder.prompt(ids_of(200))
+    assert seen == [(1, 256)]
 
 
 def test_few_graphs_are_kept(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

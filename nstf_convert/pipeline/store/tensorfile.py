@@ -234,9 +234,8 @@ def _entries(path: Path) -> dict[str, Any]:
     if any(set(entry) != _ENTRY for entry in entries.values()):
         raise ValueError("an entry has a key that is not known")
     if any(math.prod(max(1, size) for size in entry["shape"]) >= 1 << 62 for entry in entries.values()):
-        raise ValueError(
-            "a tensor has more elements than can be counted"
-        )  # torch's strides, of an empty one too
+        # An empty one, too: torch's strides would be beyond 2^63.
+        raise ValueError("a tensor has more elements than can be counted")
     return entries
 
 

@@ -374,7 +374,7 @@ def test_llama_3_rope_factors_become_their_config(tmp_path: Path) -> None:
     ones = np.ones(1000, dtype=np.float32)
     path = write(tmp_path / "c.gguf", "llama", {**tensors, "rope_freqs.weight": ones}, keys)
     with open_checkpoint(path) as checkpoint:
-        assert "are 1000 numbers, more than a head has" in " ".join(checkpoint.notes)
+        assert "are 1000 numbers, a head has 32 pairs" in " ".join(checkpoint.notes)
 
 
 def test_factors_of_frequencies_where_layers_have_rules_of_their_own_are_no_scaling() -> None:

@@ -269,8 +269,9 @@ def listens(folder: str) -> None:
     files = [file for file in Path("/proc/self/fd").iterdir() if file.is_socket()]
     own = {str(file.readlink()) for file in files}
     found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+    tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
+    for table in filter(Path.exists, tables):  # there may be no IPv6
+        for line in table.read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
                 found.append(fields[1])
