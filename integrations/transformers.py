@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.runtime import citizen, folder
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.artifact.atomic_file import disk_fault
 from nstf.runtime.handed_on import files_for_others
 from nstf.runtime.memory_limit import memory_ended
 
@@ -145,7 +146,7 @@ def write_encoded(artifact: Artifact, folder: Path, shard_bytes: int) -> None:
     except (OSError, NstfError):
         raise
     except Exception as error:  # of many classes, from settings that transformers takes when it opens a model
-        if memory_ended(error):
+        if memory_ended(error) or disk_fault(error) is not None:
             raise
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedError(

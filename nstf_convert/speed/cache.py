@@ -61,15 +61,18 @@ class SpeedCache:
         self.seconds = self._read()
 
     def add(self, found: Mapping[str, float]) -> None:
-        """Keeps further measurements, beside what other processes have kept meanwhile. Those of this process stay."""
+        """Keeps further measurements, beside what other processes have kept meanwhile. What these have measured of the same
+        is taken: the next conversion reads it, and plans alike."""
         # Three digits: what is read back is what this conversion planned with. A coarse clock may say none at all.
-        self.seconds |= {key: max(float(f"{value:.3g}"), SHORTEST) for key, value in found.items()}
+        new = {key: max(float(f"{value:.3g}"), SHORTEST) for key, value in found.items()}
+        kept = self._read()
+        self.seconds |= {key: kept.get(key, value) for key, value in new.items()}
         if self.path is None:
             return
         content = {
             "version": VERSION,
             "identity": self._identity,
-            "seconds": {**self._read(), **self.seconds},
+            "seconds": {**kept, **self.seconds},
         }
         partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
         try:

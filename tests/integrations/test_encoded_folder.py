@@ -195,6 +195,24 @@ def test_the_command_writes_such_a_folder_with_its_tokenizer(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_full_disk_is_not_the_models_fault(
+    tiny: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors says it by an error of its own, which no OSError is."""
+    from safetensors import SafetensorError
+
+    from nstf_convert.cli import run
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("nstf.runtime.citizen.EncodedModel.save_pretrained", full)
+    path = tiny.write(tmp_path, tiny.new_model("LlamaForCausalLM"))
+    assert run(["export", str(path), "--to", "transformers", "-o", str(tmp_path / "x")]) == 1
+    assert "x: the disk is full" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("stated", [{"output_attentions": True}, {"save_pretrained": "x"}])
 def test_a_config_that_transformers_does_not_save_is_one_line(
     stated: dict[str, Any], tiny: ModuleType, tmp_path: Path, capsys: Any

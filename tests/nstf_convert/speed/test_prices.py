@@ -367,3 +367,12 @@ def test_what_a_token_takes_beside_its_products_is_kept_with_the_prices(measured
         kept.unlink()
     assert products(folder) == first, "a conversion that goes on has the numbers it began with"
     assert products() != first
+
+
+def test_of_two_that_measure_at_once_the_first_to_keep_it_counts(tmp_path) -> None:
+    """What is written last stayed, so that the other's file could never be made again."""
+    of = cache.identity("portable", 1)
+    first, second = (cache.SpeedCache(of, tmp_path) for _ in range(2))
+    first.add({"a": 1e-3})
+    second.add({"a": 2e-3, "b": 3e-3})
+    assert second.seconds == {"a": 1e-3, "b": 3e-3} == cache.SpeedCache(of, tmp_path).seconds
