@@ -2,10 +2,9 @@
 comes, more in pieces; by transformers' modules where a window is shorter than the prompt, and on several ranks from
 LONG_ROWS on.
 
-A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts are
-padded to the next multiple of STEP, so that few lengths are captured and tiles are full. Attention is causal, so padding
-changes nothing in the tokens before it. Prompts are padded before their length is captured too: so a prompt takes the same
-kernels each time.
+A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts are padded to the next
+multiple of STEP, so that few lengths are captured and tiles are full. Attention is causal, so padding changes nothing in the
+tokens before it. Prompts are padded before their length is captured too: so a prompt takes the same kernels each time.
 
 The decoder's layers (graph_decoder.py) do in a launch what the modules do in several, keep the residual stream in float32
 and write keys and values where they stay. A replayed prompt gives the logits of one that is not captured up to the rounding

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nstf.errors import UsageError
-from nstf.quantizers import int_grid
 from nstf.runtime.artifact import Shared, open_artifact, write_artifact
 from nstf_convert import export as exports
 from nstf_convert.cli import run
@@ -469,74 +468,3 @@ def test_what_leads_to_code_is_not_handed_on(artifact: Path, tmp_path: Path, tar
     assert run(["export", str(path), "--to", target, "-o", str(tmp_path / "x"), "--allow-loss"]) == 0
     said = "".join(p.read_text() for p in (tmp_path / "x").glob("*.json"))
     assert not re.search("evil|auto_map|custom_generate|trust_remote_code", said)
-
-
-def test_a_converter_that_ends_its_process_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """onnx's reads an attribute as another type than it has: a number as a list."""
-    onnx = pytest.importorskip("onnx")
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    encoded = int_grid.encode(weight, int_grid.Params(bits=3, group=32, symmetric=False))
-    write_artifact(tmp_path / "m.nstf", {"w": encoded}, {}, {})
-    words = ["export", str(tmp_path / "m.nstf"), "--to", "onnx", "--source", str(tmp_path / "net.onnx")]
-    for axes, code in (([0], 0), (5, 6)):
-        nodes = [
-            helper.make_node("MatMul", ["x", "w"], ["y"]),
-            helper.make_node("ReduceSumSquare", ["w"], ["z"], axes=axes),
-        ]
-        ends = [[helper.make_tensor_value_info(name, kind, ["n", 64])] for name in ("x", "y")]
-        own = [onnx.numpy_helper.from_array(weight.numpy(), "w")]
-        model = helper.make_model(
-            helper.make_graph(nodes, "net", *ends, own),
-            opset_imports=[helper.make_opsetid("", 12)],
-            ir_version=8,
-        )
-        onnx.save_model(model, str(tmp_path / "net.onnx"))
-        assert run([*words, "-o", str(tmp_path / f"{code}.onnx")]) == code
-    assert onnx.load(str(tmp_path / "0.onnx")).opset_import[0].version == 21
-    assert "cannot be raised to 21" in capsys.readouterr().err
-    assert not (tmp_path / "6.onnx").exists()
-
-
-def test_constants_of_a_source_that_lie_in_other_files_are_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """onnx would read them from any file of any size, and the export then write over it."""
-    onnx = pytest.importorskip("onnx")
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    encoded = int_grid.encode(weight, int_grid.Params(bits=4, group=32))
-    write_artifact(tmp_path / "m.nstf", {"w": encoded}, {}, {})
-    (tmp_path / "x.README.md").write_bytes(bytes(64))
-    outside = onnx.TensorProto(name="c", data_type=kind, dims=[16])
-    outside.data_location = onnx.TensorProto.EXTERNAL
-    outside.external_data.add(key="location", value="x.README.md")
-    inner = helper.make_graph([], "inner", [], [], [outside])
-    ends = [[helper.make_tensor_value_info(name, kind, ["n", 64])] for name in ("x", "y")]
-    for node in (
-        helper.make_node("Constant", [], ["c"], value=outside),
-        helper.make_node("If", ["x"], ["c"], then_branch=inner, else_branch=inner),
-    ):
-        nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), node]
-        own = [onnx.numpy_helper.from_array(weight.numpy(), "w")]
-        model = helper.make_model(helper.make_graph(nodes, "net", *ends, own), ir_version=10)
-        (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
-        words = ["export", str(tmp_path / "m.nstf"), "--to", "onnx", "--source", str(tmp_path / "net.onnx")]
-        assert run([*words, "-o", str(tmp_path / "x.onnx"), "--overwrite"]) == 6
-        assert "a constant or of a graph inside in another file" in capsys.readouterr().err
-    assert (tmp_path / "x.README.md").read_bytes() == bytes(64)
-    # An initialiser's file is read as a conversion reads it.
-    beside = onnx.TensorProto(name="w", data_type=kind, dims=[64, 64])
-    beside.CopyFrom(onnx.numpy_helper.from_array(weight.numpy(), "w"))
-    model = helper.make_model(
-        helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "net", *ends, [beside]),
-        ir_version=10,
-    )
-    onnx.save_model(
-        model, str(tmp_path / "net.onnx"), save_as_external_data=True, location="w", size_threshold=0
-    )
-    assert run([*words, "-o", str(tmp_path / "y.onnx")]) == 0
-    written = onnx.load(str(tmp_path / "y.onnx"))
-    assert not any(t.external_data for t in written.graph.initializer)
