@@ -23,7 +23,7 @@ from nstf.kernels.triton.linear import unsuitable
 from nstf.runtime.decoder_glue import Given, Glue
 from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
-from nstf.runtime.graph_prompt import PIECES_FROM, Prompts
+from nstf.runtime.graph_prompt import MOST_ROWS, PIECES_FROM, Prompts
 from nstf.runtime.graphs import Graphs, Step, same_draws
 from nstf.runtime.sampling import Sampling, choose
 from nstf.runtime.stacking import Matrix, matrix_of, stacked
@@ -102,7 +102,7 @@ class Decoder:
         self._capture = capture or (Graphs(self.device) if self.device.type == "cuda" else lambda step: step)
         self._prompts = Prompts(
             model, len(self._layers), self._capture, getattr(model, "nstf_ranks", None),
-            self._prompt_piece, self.longest_prompt, self._weights_a_layer >= PIECES_FROM,
+            self._prompt_piece, self.longest_prompt, self._suits_pieces(),
         )  # fmt: skip
 
     @property
@@ -122,6 +122,16 @@ class Decoder:
         shape = self.config.shape
         heads = 2 * shape["heads"] + 2 * shape["kv_heads"]
         return int(shape["hidden"] * (heads * shape["head_size"] + 3 * shape["ffn"]))
+
+    def _suits_pieces(self) -> bool:
+        """Whether long prompts run in pieces: what a GPU has of a layer is large, and ranks sum its rows while they
+        multiply. All ranks answer alike."""
+        ranks = getattr(self.model, "nstf_ranks", None)
+        if ranks is None:
+            return self._weights_a_layer >= PIECES_FROM
+        summed = (matrix for layer in self._layers for matrix in (layer.o, layer.down))
+        twins = all(m.twins is not None and m.twins(MOST_ROWS, self.dtype) is not None for m in summed)
+        return twins and self._weights_a_layer // int(ranks.size) >= PIECES_FROM
 
     @property
     def capacity(self) -> int:

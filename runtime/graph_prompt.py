@@ -1,6 +1,6 @@
 """Prompts of a captured decoder: by its own layers, up to MOST_ROWS tokens as one graph from the second time that a length
-comes, more in pieces; by transformers' modules where a window is shorter than the prompt, and on several ranks from
-LONG_ROWS on.
+comes, more in pieces; by transformers' modules where a window is shorter than the prompt, and from LONG_ROWS on on ranks
+that do not run in pieces.
 
 A host takes longer to start the kernels of a short prompt than a GPU takes to run them. Prompts are padded to the next
 multiple of STEP, so that few lengths are captured and tiles are full. Attention is causal, so padding changes nothing in the
@@ -34,8 +34,8 @@ STEP = 64
 MOST_ROWS = 1024
 # Pieces of MOST_ROWS took 0.95 to 0.96 of the time of whole prompts of 2048, 8000 and 16 x 512 tokens (16 layers of the 70B
 # shape, int4, H200). The host takes 0.9 ms to start a layer of a piece, which a GPU is busy with for 2.3: of a layer of 8B,
-# 0.6. So a layer must have so many weights.
-PIECES_FROM = 1 << 29
+# 0.6. So a GPU must have so many weights of a layer.
+PIECES_FROM = 3 << 27
 # Times MOST_ROWS that a prompt may have to stay whole: a small rest is all starting.
 _WHOLE = 1.5
 # All lengths of a single sequence: with fewer, prompts whose lengths take turns would be captured again and again.
@@ -76,7 +76,7 @@ class Prompts:
         # Weakly: in a cycle a decoder's graphs and caches would stay until the collector comes, and NCCL, which waits for
         # graphs that hold its sums, would not end.
         self._own, self._longest = WeakMethod(own), longest
-        self._pieces = in_pieces and ranks is None
+        self._pieces = in_pieces
         self._seen: Counter[tuple[int, int]] = Counter()
         self._graphs: OrderedDict[tuple[int, int], tuple[_Prompt, Step]] = OrderedDict()
 
@@ -92,7 +92,7 @@ class Prompts:
         if torch.are_deterministic_algorithms_enabled():
             return self._by_modules(ids, 1, cache)
         # Of so many rows the modules of ranks sum a part while they multiply the next (divided_modules.py).
-        if self._ranks is not None and batch * count >= LONG_ROWS:
+        if self._ranks is not None and not self._pieces and batch * count >= LONG_ROWS:
             return self._by_modules(ids, 1, cache)
         found = self._captured((batch, filled), cache) if batch * filled <= MOST_ROWS else None
         if found is None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nstf.kernels.triton.launching import launch
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 BLOCK = 128
 LOG2E = 1.4426950408889634
@@ -102,6 +102,7 @@ def sums_kernel(
     tl.store(into, tl.where(below, level, float("-inf")), mask=keep)
 
 
+@remembered
 def sums_spec(
     dtype: torch.dtype,
     size: int,

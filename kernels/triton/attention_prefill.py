@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nstf.kernels.triton.architecture import architecture
 from nstf.kernels.triton.launching import launch, processors_of
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 BLOCK = 128
 # Windows for which fewer queries a program are faster: measured at 1024, not at 4096.
@@ -266,6 +266,7 @@ def prefill_kernel(
     tl.store(into, acc.to(DTYPE), mask=here[:, None])
 
 
+@remembered
 def prefill_spec(
     dtype: torch.dtype,
     size: int,

@@ -24,7 +24,7 @@ from nstf.kernels.triton.launching import (
 )
 from nstf.kernels.triton.numbers import codes_at, numbers32, scale_value
 from nstf.kernels.triton.packed import FORMATS, LANES, Layout, Packed, as_matrix, pack_leaf
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 # Pixels and output channels of a program; of fewer pixels on RDNA, whose registers would not hold the places of more.
 _PIXELS, _ROWS = 64, 64
@@ -146,6 +146,7 @@ def convolution_kernel(
     tl.store(y + to, total.to(y.dtype.element_ty), mask=pixel_ok[:, None] & row_ok[None, :])
 
 
+@remembered
 def convolution_specs(
     layout: Layout,
     dtype: torch.dtype,

@@ -41,7 +41,7 @@ from nstf.kernels.triton.low_rank import (
 )
 from nstf.kernels.triton.packed import INTEGER, Layout, Packed
 from nstf.kernels.triton.skinny import skinny_product, skinny_specs
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 LARGEST_BATCH = 8
 LARGEST_RANK = 128
@@ -259,6 +259,7 @@ def suits(layout: Layout | None, rank: int, batch: int, arch: str) -> bool:
     return not arch.startswith("sm_") or (layout.cols <= LONGEST_ROW and not (large and rank <= SMALL_RANK))
 
 
+@remembered
 def corrected_specs(
     layout: Layout, rank: int, batch: int, dtype: torch.dtype, factors: torch.dtype, arch: str
 ) -> list[KernelSpec]:

@@ -23,7 +23,7 @@ from nstf.kernels.torch.decode_step import Cache, Heads
 from nstf.kernels.triton.architecture import architecture
 from nstf.kernels.triton.arrival import arrive, generation
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 from nstf.kernels.triton.sums import gated
 from nstf.kernels.triton.turning import angles_of, gains_of, halves_of, turn
 
@@ -274,6 +274,7 @@ def scratch(batch: int, shape: Heads, device: torch.device) -> Scratch:
     return Scratch(parts, torch.zeros(pairs, dtype=torch.int32, device=device))
 
 
+@remembered
 def norm_spec(
     batch: int, size: int, dtype: torch.dtype, arch: str, y: torch.dtype | None = None, out_gain: bool = False
 ) -> KernelSpec:
@@ -308,6 +309,7 @@ def norm_spec(
     )
 
 
+@remembered
 def gate_spec(batch: int, size: int, dtype: torch.dtype, gelu: bool, arch: str) -> KernelSpec:
     # Few rows leave a GPU empty; many prompts' programs would be too small for what starting one takes.
     block, warps = (512, 4) if batch <= 16 else (2048, 8)
@@ -326,6 +328,7 @@ def gate_spec(batch: int, size: int, dtype: torch.dtype, gelu: bool, arch: str) 
     )
 
 
+@remembered
 def attend_spec(
     batch: int,
     shape: Heads,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from nstf.kernels.formats.tree import EncodedTensor
+from nstf.kernels.memo import per_encoded
 from nstf.kernels.torch.rows import children_of
 from nstf.kernels.triton.ending import Ending, Meeting
-from nstf.kernels.triton.linear import inside_of, is_known, kernel_of, leaf_specs, packed_of
+from nstf.kernels.triton.linear import KEPT_CHOICES, inside_of, is_known, kernel_of, leaf_specs, packed_of
 from nstf.kernels.triton.packed import layout_of
 from nstf.kernels.triton.skinny import possible
 from nstf.kernels.triton.spec import KernelSpec
@@ -23,7 +24,26 @@ def ended_specs(
     encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str
 ) -> list[KernelSpec]:
     """The launches of `ended`: what turns the activations, the product, and what ends it. [] where there are none such.
-    dtype: of the activations."""
+    dtype: of the activations. Remembered: the host asks for them before each launch."""
+    from nstf.kernels.triton.tuner import measured_version
+
+    known, key = _known(encoded), (batch, dtype, ending, arch, measured_version())
+    if key not in known:
+        if len(known) >= KEPT_CHOICES:
+            known.clear()
+        known[key] = _specs(encoded, batch, dtype, ending, arch)
+    return known[key]
+
+
+@per_encoded
+def _known(encoded: EncodedTensor) -> dict[tuple[object, ...], list[KernelSpec]]:
+    """What `ended_specs` found for a matrix."""
+    return {}
+
+
+def _specs(
+    encoded: EncodedTensor, batch: int, dtype: torch.dtype, ending: Ending, arch: str
+) -> list[KernelSpec]:
     from nstf.kernels.triton.rotate import rotate_spec
     from nstf.kernels.triton.sums import ending_spec
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nstf.kernels.triton.arrival import arrive, generation
 from nstf.kernels.triton.launching import launch, multiples, overlap_options, overlaps
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 # Logits of a program.
 BLOCK = 2048
@@ -60,6 +60,7 @@ def likeliest_kernel(
             tl.store(position, tl.load(position) + 1)
 
 
+@remembered
 def likeliest_spec(batch: int, vocab: int, dtype: torch.dtype, arch: str) -> KernelSpec:
     programs = triton.cdiv(vocab, BLOCK)
     return KernelSpec(

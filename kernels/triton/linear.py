@@ -50,7 +50,7 @@ TRELLIS_BATCH = 8
 # More rows of sums of 32 rows of weights do not fit the registers.
 SHUFFLE_BATCH = 2
 # Numbers of rows for which a matrix's kernel is remembered.
-_KEPT_CHOICES = 32
+KEPT_CHOICES = 32
 
 
 def available() -> bool:
@@ -409,34 +409,42 @@ def _leaf(
     x: Tensor, encoded: EncodedTensor, arch: str, out: torch.dtype, dtype: torch.dtype, tiled: bool = False
 ) -> Tensor:
     """dtype: of the activations before they were turned into another basis."""
-    from nstf.kernels.triton.gemm import gemm
-    from nstf.kernels.triton.gemv import gemv
-    from nstf.kernels.triton.hopper import wgmma
-    from nstf.kernels.triton.int_groups import int_groups
-    from nstf.kernels.triton.rotate import rotate
-    from nstf.kernels.triton.skinny import skinny
-    from nstf.kernels.triton.trellis import prepare, trellis_gemv
-    from nstf.kernels.triton.trellis_gemm import trellis_gemm
-
     batch = len(x)
     kernel, made = _choice(encoded, batch, x.dtype, out, dtype, arch)
+    product = _products().get(kernel)
+    if product is not None:
+        return product(x, packed_of(encoded), made, out)
     if kernel == "halves":
         first = _halves(batch)[0]
         return torch.cat([_leaf(part, encoded, arch, out, dtype, tiled) for part in (x[:first], x[first:])])
-    if kernel == "trellis_gemm":
-        return trellis_gemm(x, prepare(encoded), out, arch)
-    if kernel == "trellis_gemv":
-        turned = x if tiled else rotate(x, None, 0, torch.float32, arch, tiled=True)
-        return trellis_gemv(turned, prepare(encoded), out, arch)
+    if kernel == "blocks":
+        return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
     if kernel.startswith("shuffle"):
         from nstf.kernels.triton import shuffle, shuffle_mma
 
         run = shuffle_mma.shuffle_mma if kernel == "shuffle_mma" else shuffle.shuffle_gemv
         return run(x, shuffle.prepare(encoded), made, out)
-    if kernel == "blocks":
-        return blocks(x, decoder(encoded, arch), encoded.shape[0], out)
-    product = {"int_groups": int_groups, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}[kernel]
-    return product(x, packed_of(encoded), made, out)
+    from nstf.kernels.triton.rotate import rotate
+    from nstf.kernels.triton.trellis import prepare, trellis_gemv
+    from nstf.kernels.triton.trellis_gemm import trellis_gemm
+
+    if kernel == "trellis_gemm":
+        return trellis_gemm(x, prepare(encoded), out, arch)
+    turned = x if tiled else rotate(x, None, 0, torch.float32, arch, tiled=True)
+    return trellis_gemv(turned, prepare(encoded), out, arch)
+
+
+@cache
+def _products() -> dict[str, Callable[..., Tensor]]:
+    """The products of packed matrices by the name of their kernel. Looked up once: imports for each product take the host
+    a tenth of its launch."""
+    from nstf.kernels.triton.gemm import gemm
+    from nstf.kernels.triton.gemv import gemv
+    from nstf.kernels.triton.hopper import wgmma
+    from nstf.kernels.triton.int_groups import int_groups
+    from nstf.kernels.triton.skinny import skinny
+
+    return {"int_groups": int_groups, "skinny": skinny, "gemv": gemv, "wgmma": wgmma, "gemm": gemm}
 
 
 def _choice(
@@ -448,7 +456,7 @@ def _choice(
 
     known, key = _choices(leaf), (batch, inside, out, dtype, arch, measured_version())
     if key not in known:
-        if len(known) >= _KEPT_CHOICES:
+        if len(known) >= KEPT_CHOICES:
             known.clear()
         kernel = kernel_of(leaf, batch, dtype, arch)
         own = kernel == "blocks" or kernel == "halves" or kernel.startswith("trellis")

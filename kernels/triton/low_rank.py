@@ -18,7 +18,7 @@ from nstf.kernels.triton.arrival import arrive, generation, wait_for
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps
 from nstf.kernels.triton.launching import handed_on
 from nstf.kernels.triton.operands import over_warps
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 LARGEST_BATCH = 8
 LARGEST_RANK = 256
@@ -213,6 +213,7 @@ def inner_constants(
     }
 
 
+@remembered
 def low_rank_specs(
     rows: int,
     cols: int,

@@ -13,7 +13,7 @@ from torch import Tensor
 from nstf.kernels.formats import shuffle
 from nstf.kernels.triton.launching import launch, multiples
 from nstf.kernels.triton.shuffle import Prepared
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 
 @triton.jit(do_not_specialize=["first", "count"], do_not_specialize_on_alignment=["ids"])
@@ -91,6 +91,7 @@ def shuffle_rows(prepared: Prepared, rows: slice | Tensor, dtype: torch.dtype) -
     return y
 
 
+@remembered
 def shuffle_decode_spec(
     params: shuffle.Params, rows: int, cols: int, count: int, dtype: torch.dtype, indexed: bool
 ) -> KernelSpec:

@@ -5,13 +5,17 @@ launch itself uses the same objects, so what is compiled ahead is what runs. Not
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from nstf.kernels.formats.tree import ArraySpec, EncodedTensor, Node, Shape, array_specs
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,22 @@ class KernelSpec:
     kind: str = "gemv"
     grid: tuple[int, int, int] = (1, 1, 1)
     kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+
+def remembered(make: Callable[P, T]) -> Callable[P, T]:
+    """`make`, which makes specs, with its results for the arguments of late: a launch by a spec that is made anew takes the
+    host twice as long (`KernelSpec.kept`). A tile to be measured comes as a dictionary, which is no key: such are made anew.
+    """
+    known: Any = lru_cache(maxsize=1024)(make)
+
+    @wraps(make)
+    def found(*arguments: P.args, **named: P.kwargs) -> T:
+        if any(type(value) is dict for value in (*arguments, *named.values())):
+            return make(*arguments, **named)
+        made: T = known(*arguments, **named)
+        return made
+
+    return found
 
 
 def specs_for(

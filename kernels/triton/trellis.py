@@ -38,7 +38,7 @@ from nstf.kernels.triton.gemv import (
     sum_spec,
 )
 from nstf.kernels.triton.launching import hardware_of
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 
 # Bytes are summed with this weight into the mantissa of 1.0: the largest, for the finest steps.
 _WEIGHT = 255
@@ -336,6 +336,7 @@ def words_of(quarter_bits: int) -> int:
     return -(-(latest + 16 + 4 * quarter_bits) // 32)
 
 
+@remembered
 def trellis_specs(
     params: trellis.Params,
     out_rows: int,

@@ -23,7 +23,7 @@ from nstf.kernels.triton import trellis_bytes
 from nstf.kernels.triton.gemv import launch, multiples, overlap_options, overlaps, processors_of, sum_spec
 from nstf.kernels.triton.launching import hardware_of
 from nstf.kernels.triton.operands import halves, over_warps, scaled
-from nstf.kernels.triton.spec import KernelSpec, pointer_type
+from nstf.kernels.triton.spec import KernelSpec, pointer_type, remembered
 from nstf.kernels.triton.trellis import Prepared, _quantile_value
 from nstf.kernels.triton.trellis_rows import aligned, lane_words, pair_words, state
 
@@ -187,6 +187,7 @@ def _usual(batch: int, quarter_bits: int, processors: int) -> dict[str, int]:
     return usual | {"PROGRAMS": processors * held, "REGISTERS": registers}
 
 
+@remembered
 def trellis_gemm_specs(
     params: trellis.Params,
     out_rows: int,

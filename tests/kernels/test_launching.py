@@ -11,8 +11,11 @@ import torch
 pytest.importorskip("triton")
 from triton.compiler import CompiledKernel
 
-from nstf.kernels.triton import launching
-from nstf.kernels.triton.spec import KernelSpec
+from nstf.kernels.formats.tree import Node, format_of
+from nstf.kernels.triton import launching, tuner
+from nstf.kernels.triton.ended import ended_specs
+from nstf.kernels.triton.ending import Ending
+from nstf.kernels.triton.spec import KernelSpec, hollow, remembered
 
 
 @pytest.fixture
@@ -113,3 +116,29 @@ def test_what_does_not_compile_is_asked_for_each_time() -> None:
     for _ in range(2):
         launching.launch(spec, torch.zeros(32), 5)
     assert len(function.asked) == 2 and not spec.kept
+
+
+def test_specs_are_made_once_but_for_tiles_that_are_measured() -> None:
+    made = []
+
+    @remembered
+    def spec(rows: int, tile: dict[str, int] | None = None, arch: str = "sm_90") -> list[int]:
+        made.append(rows)
+        return [rows]
+
+    assert spec(3) is spec(3) and spec(3, arch="sm_90") == [3]
+    assert spec(3, {"N": 8}) is not spec(3, {"N": 8}) and spec(3, tile={"N": 8}) == [3]
+    assert made == [3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_product_with_an_ending_asks_once_for_its_launches(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = hollow(Node("int", format_of("int").Params(bits=4, group=128)), (256, 256))
+    first = ended_specs(matrix, rows, torch.bfloat16, Ending(normed=True), "sm_90")
+    assert first and ended_specs(matrix, rows, torch.bfloat16, Ending(normed=True), "sm_90") is first
+    assert ended_specs(matrix, rows, torch.bfloat16, Ending(adds=True), "sm_90") is not first
+    # Measured tiles may be others.
+    monkeypatch.setattr(tuner, "_MEASURED", tuner.TuningCache(version=tuner.measured_version() + 1))
+    assert ended_specs(matrix, rows, torch.bfloat16, Ending(normed=True), "sm_90") is not first

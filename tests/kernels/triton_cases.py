@@ -7,7 +7,7 @@ one, since importing torch and triton takes longer than most cases.
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -240,8 +240,14 @@ def card(case: Case) -> Iterator[None]:
     from nstf.kernels.triton import corrected, linear
 
     few = patch.object(corrected, "processors_of", lambda arch: case.processors)
+    # What was made for a whole card is remembered.
+    anew = patch.object(corrected, "corrected_specs", corrected.corrected_specs.__wrapped__)  # type: ignore[attr-defined]
     other = patch.object(linear, "arch_of", lambda device: case.arch)
-    with few if case.processors else nullcontext(), other if case.arch else nullcontext():
+    with ExitStack() as stack:
+        for change in (few, anew) if case.processors else ():
+            stack.enter_context(change)
+        if case.arch:
+            stack.enter_context(other)
         yield
 
 

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from nstf.runtime import graph_decoder, graph_prompt
 from nstf.runtime.graph_decoder import Decoder
 from nstf.runtime.graph_prompt import MOST_ROWS, STEP
+from nstf.runtime.stacking import matrix_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_engine import MODELS
@@ -124,6 +126,36 @@ def test_the_longest_prompts_of_ranks_go_through_modules(
             for way in (alone, decoder):
                 torch.testing.assert_close(way.prompt(ids), expected, atol=1e-4, rtol=1e-4)
     assert seen == [(1, 99), *2 * [(1, 100)], *2 * [(2, 50)]]
+
+
+def test_ranks_that_add_rows_while_they_multiply_run_long_prompts_in_pieces(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_prompt, "MOST_ROWS", STEP)
+    monkeypatch.setattr(graph_prompt, "LONG_ROWS", 100)
+    model = loaded(tiny, tmp_path)
+    model.nstf_ranks = TwoRanks()
+    weights = Decoder(model, Capture())._weights_a_layer
+    with torch.no_grad():
+        expected = model(input_ids=ids_of(120)).logits[:, -1]
+    calls: list[str] = []
+    model.register_forward_pre_hook(lambda *_: calls.append("modules"))
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append("tokens"))
+
+    def ran(least: int, room: str | None) -> list[str]:
+        monkeypatch.setattr(graph_decoder, "PIECES_FROM", least)
+        monkeypatch.setattr(
+            graph_decoder, "matrix_of", lambda m: replace(matrix_of(m), twins=lambda rows, dtype: room)
+        )
+        calls.clear()
+        with torch.no_grad():
+            found = Decoder(model, Capture()).prompt(ids_of(120))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        return list(calls)
+
+    assert ran(weights // 2, "room") == ["tokens", "tokens"]
+    assert ran(weights // 2 + 1, "room") == ["modules", "tokens"], "a rank has too little of a layer"
+    assert ran(weights // 2, None) == ["modules", "tokens"], "sums are steps of their own"
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -234,6 +266,8 @@ def test_a_prompt_whose_kernels_cannot_run_goes_through_modules(
 
 class TwoRanks:
     """In the place of this process's rank; the other one always can. events: what happened, in order."""
+
+    size = 2
 
     def __init__(self, other: bool = True) -> None:
         self.other, self.is_alone = other, False
