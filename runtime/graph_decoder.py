@@ -23,7 +23,7 @@ from nstf.kernels.triton.linear import unsuitable
 from nstf.runtime.decoder_glue import Given, Glue
 from nstf.runtime.divided_modules import DividedEmbedding
 from nstf.runtime.engine_config import EngineConfig, read_config
-from nstf.runtime.graph_prompt import MOST_ROWS, PIECES_FROM, Prompts
+from nstf.runtime.graph_prompt import MOST_ROWS, PIECES_FROM, PIECES_FROM_ON_RANKS, Prompts
 from nstf.runtime.graphs import Graphs, Step, same_draws
 from nstf.runtime.sampling import Sampling, choose
 from nstf.runtime.stacking import Matrix, matrix_of, stacked
@@ -131,7 +131,7 @@ class Decoder:
             return self._weights_a_layer >= PIECES_FROM
         summed = (matrix for layer in self._layers for matrix in (layer.o, layer.down))
         twins = all(m.twins is not None and m.twins(MOST_ROWS, self.dtype) is not None for m in summed)
-        return twins and self._weights_a_layer // int(ranks.size) >= PIECES_FROM
+        return twins and self._weights_a_layer // int(ranks.size) >= PIECES_FROM_ON_RANKS
 
     @property
     def capacity(self) -> int:

@@ -33,9 +33,11 @@ STEP = 64
 # Of all sequences. Beyond, a GPU has as much to do as the host, and a graph keeps the activations' memory.
 MOST_ROWS = 1024
 # Pieces of MOST_ROWS took 0.95 to 0.96 of the time of whole prompts of 2048, 8000 and 16 x 512 tokens (16 layers of the 70B
-# shape, int4, H200). The host takes 0.9 ms to start a layer of a piece, which a GPU is busy with for 2.3: of a layer of 8B,
-# 0.6. So a GPU must have so many weights of a layer.
-PIECES_FROM = 3 << 27
+# shape, int4, H200). The host took 0.9 ms to start a layer of a piece (0.5 to 0.6 since launches keep their specs), which a
+# GPU is busy with for 2.3: of a layer of 8B, 0.6. So pieces pay from so many weights of a layer on.
+PIECES_FROM = 1 << 29
+# The same on each of two ranks (70B's, 1.13 times as fast as by modules).
+PIECES_FROM_ON_RANKS = 3 << 27
 # Times MOST_ROWS that a prompt may have to stay whole: a small rest is all starting.
 _WHOLE = 1.5
 # All lengths of a single sequence: with fewer, prompts whose lengths take turns would be captured again and again.
@@ -172,10 +174,12 @@ class Prompts:
         """By the decoder's layers: in even pieces of about MOST_ROWS tokens, of several sequences or of a long one."""
         own, (batch, count) = self._own(), ids.shape
         assert own is not None, "a decoder's prompts live as long as the decoder"
-        if batch * count <= _WHOLE * MOST_ROWS or not self._pieces:
+        # Ranks have room for MOST_ROWS rows to add while they multiply.
+        whole = MOST_ROWS if self._ranks is not None else _WHOLE * MOST_ROWS
+        if batch * count <= whole or not self._pieces:
             return own(ids, last, 0, slice(None))
         together = _even(batch, max(1, MOST_ROWS // count), 1)
-        tokens = count if count <= _WHOLE * MOST_ROWS else _even(count, MOST_ROWS, STEP)
+        tokens = count if count <= whole else _even(count, MOST_ROWS, STEP)
         found = []
         for at in range(0, batch, together):
             some = slice(at, at + together)

@@ -45,7 +45,7 @@ class KernelSpec:
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """`make`, which makes specs, with its results for the arguments of late: a launch by a spec that is made anew takes the
+    """`make`, which makes specs, with its results for recent arguments: a launch by a spec that is made anew takes the
     host twice as long (`KernelSpec.kept`). A tile to be measured comes as a dictionary, which is no key: such are made anew.
     """
     known: Any = lru_cache(maxsize=1024)(make)

@@ -143,7 +143,7 @@ def test_ranks_that_add_rows_while_they_multiply_run_long_prompts_in_pieces(
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append("tokens"))
 
     def ran(least: int, room: str | None) -> list[str]:
-        monkeypatch.setattr(graph_decoder, "PIECES_FROM", least)
+        monkeypatch.setattr(graph_decoder, "PIECES_FROM_ON_RANKS", least)
         monkeypatch.setattr(
             graph_decoder, "matrix_of", lambda m: replace(matrix_of(m), twins=lambda rows, dtype: room)
         )
@@ -156,6 +156,17 @@ def test_ranks_that_add_rows_while_they_multiply_run_long_prompts_in_pieces(
     assert ran(weights // 2, "room") == ["tokens", "tokens"]
     assert ran(weights // 2 + 1, "room") == ["modules", "tokens"], "a rank has too little of a layer"
     assert ran(weights // 2, None) == ["modules", "tokens"], "sums are steps of their own"
+    # One GPU leaves a prompt of half as many rows again whole; ranks have no room to add those.
+    sizes: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: sizes.append(args[0].numel())
+    )
+    ran(weights // 2, "room")
+    monkeypatch.setattr(graph_prompt, "LONG_ROWS", 10_000)
+    with torch.no_grad():
+        Decoder(model, Capture()).prompt(ids_of(STEP + 20))
+    hook.remove()
+    assert max(sizes) <= STEP
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
