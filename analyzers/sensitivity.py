@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nstf.analyzers.by_thread import ByThread
+from nstf.analyzers.same_draws import SameDraws
 from nstf.errors import UnsupportedError
 
 # Squares that are in memory at a time on a CPU: in its caches they cost half.
@@ -76,7 +77,8 @@ def checkpoint_layers(
         def computed(*args: Any, **kwargs: Any) -> Any:
             if before is not None:
                 before()
-            return forward(*args, **kwargs)
+            with SameDraws():  # the second time what was drawn the first time
+                return forward(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

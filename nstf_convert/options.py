@@ -193,7 +193,7 @@ class ConvertOptions:
         ADVANCED, "--heal", min=0.0, max=1e6, metavar="MINUTES",
     )  # fmt: skip
     heal_steps: int | None = option(
-        None, "Heal for so many steps: the same file every time.", ADVANCED, min=1, metavar="N"
+        None, "Heal for so many steps: on a CPU the same file every time.", ADVANCED, min=1, metavar="N"
     )
     attention_plan: bool | None = option(
         None,
@@ -256,7 +256,8 @@ class ConvertOptions:
         # Once, for all who read them: hub names, and paths as they were written, stay.
         texts = (str(expanded(name)) if str(name)[:1] in ("~", "") else name for name in self.datasets)
         object.__setattr__(self, "datasets", tuple(texts))
-        for path in (self.output, *self.datasets, self.work_dir, self.calibration):
+        work = f"{self.output}.work" if self.output is not None and self.work_dir is None else self.work_dir
+        for path in (self.output, *self.datasets, work, self.calibration):
             if path is not None:
                 check_path(path)
         if isinstance(self.formats, str):

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nstf.analyzers.same_draws import SameDraws
 from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.runtime.artifact.config import Limits, limits_of
 from nstf_convert.device_weights import DeviceWeights
@@ -37,6 +38,9 @@ OUTPUTS: tuple[tuple[str, ...], ...] = (
     ("prediction_logits",), ("text_embeds", "image_embeds"), ("text_embeds", "audio_embeds"), ("pooler_output",),
     *((name,) for name in MAPS),
 )  # fmt: skip
+
+# Shapes of inputs of which it is remembered that nothing is drawn for them.
+MOST_SHAPES = 1024
 
 Source = Callable[[str], Tensor]
 
@@ -92,6 +96,9 @@ class StreamedModel:
         buffers_to(self.module, self.device)
         self._fetchers: dict[nn.Module, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._held: Counter[nn.Module] = Counter()
+        self._drawless: set[tuple[Any, ...]] = (
+            set()
+        )  # inputs of whose shapes a forward pass drew no random numbers
         parts = {kind: read_parts(kind) for kind in {type(module) for module in self.module.modules()}}
         self._readers = {
             child: parent
@@ -219,7 +226,10 @@ class StreamedModel:
         self.settle()
         ids = ids.to(self.device)
         try:
-            out = self._base(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+            out = self._drawn(
+                tuple(ids.shape) if cache is None else None,
+                lambda: self._base(input_ids=ids, past_key_values=cache, use_cache=cache is not None),
+            )
         except Exception as error:
             said = error if _is_ours(error) else of_the_model(error, self.module)
             if said is error:
@@ -269,7 +279,8 @@ class StreamedModel:
             extra["use_cache"] = False
             if "decoder_input_ids" not in inputs:
                 extra["decoder_input_ids"] = self._decoder_inputs(inputs)
-        out = self.module(**inputs, **extra)
+        shapes = tuple(sorted((n, *v.shape) for n, v in inputs.items()))
+        out = self._drawn(shapes, lambda: self.module(**inputs, **extra))
         for names in OUTPUTS:
             values = [v for v in (getattr(out, name, None) for name in names) if isinstance(v, Tensor)]
             if len(values) == len(names):
@@ -278,6 +289,18 @@ class StreamedModel:
         raise UnsupportedError(
             f"{type(self.module).__name__} returns no output that is compared here ({', '.join(sum(OUTPUTS, ()))})"
         )
+
+    def _drawn(self, shapes: tuple[Any, ...] | None, call: Callable[[], Any]) -> Any:
+        """A forward pass, in which the model's own code draws the same random numbers each time: outputs of two models can
+        be compared, and a conversion repeats. shapes: of the inputs, None where they do not say all, since some models draw
+        for long texts alone (Reformer)."""
+        if shapes in self._drawless:
+            return call()
+        with SameDraws() as draws:
+            out = call()
+        if shapes is not None and not draws.drew and len(self._drawless) < MOST_SHAPES:
+            self._drawless.add(shapes)
+        return out
 
     def try_outputs(self, hint: str, **inputs: Tensor) -> Tensor:
         """As `outputs`, of inputs that were made for the model. Raises UsageError where its own code fails on them: it may
@@ -444,5 +467,6 @@ class StreamedModel:
 
 def _is_ours(error: BaseException) -> bool:
     """Whether code of this package raised it, a hook's for one: no config is to blame."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("nstf")
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # Functions of torch that the model calls pass through there.
+    return [name for name in names if name != SameDraws.__module__][-1].startswith("nstf")

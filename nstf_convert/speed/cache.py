@@ -7,19 +7,19 @@ and likewise by "<pool> token <model>". A file that is damaged, or that another 
 have said is measured again. So the same machine gives a second conversion the same prices, and with them the same file.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import platform
-import secrets
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nstf.errors import NstfError
 from nstf.kernels.cpu import ext
+from nstf.runtime.artifact.atomic_file import write_whole
 
 log = logging.getLogger("nstf")
 
@@ -74,16 +74,12 @@ class SpeedCache:
             "identity": self._identity,
             "seconds": {**kept, **self.seconds},
         }
-        partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(content, sort_keys=True, indent=0), encoding="utf-8")
-            partial.replace(self.path)
-        except OSError as error:
+            # Removes what a kill of an earlier one has left.
+            write_whole(self.path, json.dumps(content, sort_keys=True, indent=0).encode())
+        except (OSError, NstfError) as error:
             log.debug("%s: measured speeds are not kept: %s", self.path, error)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink()
 
     def _read(self) -> dict[str, float]:
         """The file's measurements; none where it is not there, damaged, or of another identity."""

@@ -34,6 +34,11 @@ def test_python_is_told_what_it_got_wrong(tiny) -> None:
             nstf_convert.convert(tiny.folder, budget=0.5, threads=threads)
 
 
+def test_an_output_whose_work_directory_has_too_long_a_name_is_wrong_use(tiny, tmp_path) -> None:
+    with pytest.raises(UsageError, match="nothing can lie there"):
+        nstf_convert.convert(tiny.folder, output=tmp_path / ("a" * 250 + ".nstf"), budget=0.9)
+
+
 def test_a_budget_of_an_unknown_kind_is_refused() -> None:
     """It was taken for one without a size: the file was as large as it liked."""
     from nstf_convert.budget import Budget

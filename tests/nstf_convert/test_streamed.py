@@ -1,14 +1,38 @@
 """A streamed model computes what the model itself does."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from nstf.analyzers.same_draws import SameDraws
+from nstf.analyzers.sensitivity import checkpoint_layers
 from nstf.errors import CorruptError
 from nstf_convert.gates.sides import Side
 from nstf_convert.streamed import RESIDENT_BYTES, StreamedModel
+
+DRAWS: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(4, 16),
+    "rand in float64": lambda: torch.rand(64, dtype=torch.float64, device="cpu"),
+    "randn": lambda: torch.randn((64,)),
+    "rand_like": lambda: torch.rand_like(torch.zeros(64)),
+    "randn_like": lambda: torch.randn_like(torch.zeros(64), dtype=torch.float64),
+    "randint": lambda: torch.randint(0, 1000, (64,)),
+    "randint_like": lambda: torch.randint_like(torch.zeros(64), 0, 1000),
+    "randperm": lambda: torch.randperm(64),
+    "bernoulli": lambda: torch.bernoulli(torch.full((64,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(64), 32),
+    "normal_": lambda: torch.empty(64).normal_(),
+    "uniform_": lambda: torch.empty(64).uniform_(),
+    "poisson": lambda: torch.poisson(torch.full((64,), 9.0)),
+    "rand_like by name": lambda: torch.rand_like(input=torch.zeros(64)),
+    "exponential_": lambda: torch.empty(64).exponential_(),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(64), 0.5, training=True),
+}
 
 
 def test_stored_buffers_are_those_of_the_checkpoint() -> None:
@@ -200,3 +224,122 @@ def small_clap() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     with torch.no_grad():
         model.embeddings.token_type_embeddings.weight.normal_()
     return {**config.to_dict(), "architectures": ["ClapTextModel"]}, model.state_dict()
+
+
+def test_models_that_draw_random_numbers_draw_the_same_ones_each_time() -> None:
+    """Masks of ViTMAE were others in every forward pass: two runs of a conversion gave other bytes, and a mix was compared
+    with an original that saw other patches."""
+    from transformers import ViTMAEConfig, ViTMAEModel
+
+    config = ViTMAEConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    model = ViTMAEModel(config).eval()
+    stated = {**config.to_dict(), "architectures": ["ViTMAEModel"]}
+    first, second = (StreamedModel(stated, model.state_dict().__getitem__) for _ in range(2))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        wanted = first.outputs(pixel_values=x)
+        torch.rand(7)
+        state = torch.get_rng_state()
+        for streamed in (first, second):
+            assert torch.equal(streamed.outputs(pixel_values=x), wanted)
+        with ThreadPoolExecutor(4) as pool:
+            assert all(
+                torch.equal(y, wanted) for y in pool.map(lambda _: first.outputs(pixel_values=x), range(8))
+            )
+        assert torch.equal(torch.get_rng_state(), state), "the caller's own numbers go on"
+    assert not first._drawless
+
+
+def test_threads_that_wait_for_each_other_in_their_forward_passes_go_on() -> None:
+    """Front to back all batches come to a gate before one goes on: a lock over the first pass was never opened."""
+    from transformers import ViTMAEConfig, ViTMAEModel
+
+    config = ViTMAEConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    )
+    model = ViTMAEModel(config).eval()
+    stated = {**config.to_dict(), "architectures": ["ViTMAEModel"]}
+    streamed, gate = StreamedModel(stated, model.state_dict().__getitem__), Barrier(2)
+    layer = next(m for m in streamed.module.modules() if type(m).__name__ == "ViTMAELayer")
+
+    def meet(*_: Any) -> None:
+        gate.wait(timeout=60)
+
+    layer.register_forward_pre_hook(meet)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: streamed.outputs(pixel_values=x), range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", sorted(DRAWS))
+def test_every_way_to_draw_gives_the_same_numbers(name: str) -> None:
+    draw = DRAWS[name]
+    with SameDraws() as first:
+        one, more = draw(), draw()
+    torch.rand(3)
+    with SameDraws():
+        two = draw()
+    assert first.drew and torch.equal(one, two) and not torch.equal(one, more)
+    torch.manual_seed(0)
+    plain = draw()
+    assert plain.shape == one.shape and plain.dtype == one.dtype
+    torch.manual_seed(0)
+    assert torch.equal(draw(), plain), "outside of the block torch's own generator is drawn from"
+    if name == "dropout":
+        assert set(one.unique().tolist()) == {0.0, 2.0}
+    with SameDraws() as idle:
+        torch.rand(3, device="meta"), torch.rand_like(torch.zeros(3, device="meta"))
+        torch.nn.functional.dropout(torch.ones(8), 0.5, training=False)
+    assert not idle.drew
+
+
+def test_models_that_draw_for_long_texts_alone_draw_the_same_numbers() -> None:
+    """A first pass of a short text had said of Reformer that it draws none."""
+    from transformers import ReformerConfig, ReformerModel
+
+    config = ReformerConfig(
+        attention_head_size=16, hidden_size=32, num_attention_heads=2, vocab_size=64, attn_layers=["lsh"],
+        num_hidden_layers=1,
+        axial_pos_embds=False, max_position_embeddings=256, lsh_attn_chunk_length=16, num_buckets=4, feed_forward_size=32,
+    )  # fmt: skip
+    model = ReformerModel(config).eval()
+    streamed = StreamedModel(
+        {**config.to_dict(), "architectures": ["ReformerModel"]}, model.state_dict().__getitem__
+    )
+    with torch.no_grad():
+        streamed.outputs(input_ids=torch.arange(8)[None])
+        long = torch.randint(0, 64, (1, 128))
+        assert torch.equal(streamed.outputs(input_ids=long), streamed.outputs(input_ids=long))
+
+
+def test_layers_that_are_computed_again_draw_what_they_drew() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.5)).train()
+    x = torch.randn(4, 16)
+
+    def gradient(again: bool) -> torch.Tensor:
+        layer.zero_grad()
+        undo = checkpoint_layers([layer]) if again else None
+        with SameDraws() as draws:
+            y = layer(x)
+        assert draws.drew
+        torch.rand(3)
+        y.sum().backward()
+        if undo is not None:
+            undo()
+        return layer[0].weight.grad.clone()
+
+    assert torch.equal(gradient(True), gradient(True)) and torch.equal(gradient(True), gradient(False))

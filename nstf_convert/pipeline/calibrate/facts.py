@@ -34,7 +34,7 @@ KEYS = {
     "source",
 }
 SOURCE_KEYS = {"origin", *WINDOWS}
-SOURCE_MAY = {"datasets", "seq_len", "input", "found_windows", "window_tokens"}
+SOURCE_MAY = {"datasets", "seq_len", "input", "found_windows", "window_tokens", "tokens_at_a_time"}
 ENTRY_KEYS = {"tokens", "shrinkage", "weights"}
 
 
@@ -83,7 +83,9 @@ def _check_source(facts: Mapping[str, Any]) -> None:
     keys(source, "source", SOURCE_KEYS, SOURCE_MAY)
     if text(source["origin"], "source: origin") not in ORIGINS:
         raise Problem(f"source: origin is {short(source['origin'])}")
-    for name in sorted({*WINDOWS, "found_windows", "seq_len", "window_tokens"} & source.keys()):
+    for name in sorted(
+        {*WINDOWS, "found_windows", "seq_len", "window_tokens", "tokens_at_a_time"} & source.keys()
+    ):
         count(source[name], f"source: {name}")
     if "input" in source:
         text(source["input"], "source: input")

@@ -226,6 +226,8 @@ def _waiting(session: "Session", model: StreamedModel, data: inputs.Data) -> inp
     tokens = data.fit[0]["input_ids"].numel()
     kept = session.fitting("calibration", len(data.fit), _waiting_bytes(model, tokens))
     source = {**data.source, "fit_windows": kept, "found_windows": len(data.fit), "window_tokens": tokens}
+    if session.tokens_per_batch < session.machine.tokens_per_batch and session.machine.short:
+        source["tokens_at_a_time"] = session.tokens_per_batch
     domains = {**data.domains, "fit": data.domains["fit"][:kept]}
     return replace(data, fit=data.fit[:kept], source=source, domains=domains)
 
@@ -243,8 +245,11 @@ def _belongs(session: "Session", file: TensorFile) -> bool:
 
 
 def _fits_still(session: "Session", file: TensorFile, model: StreamedModel) -> bool:
-    """Whether a calibration has as many windows as this run would take: another may have had other memory."""
+    """Whether a calibration has as many windows as this run would take, and as many tokens at a time: another may have had
+    other memory."""
     source = file.metadata["source"]
+    if source.get("tokens_at_a_time", session.tokens_per_batch) < session.tokens_per_batch:
+        return False
     if "found_windows" not in source:
         return True
     each = _waiting_bytes(model, source["window_tokens"])

@@ -66,6 +66,9 @@ class OutputRun(HealingRun):
     def _windows(self) -> list[Any]:
         return self.fit
 
+    def _pass_over(self, windows: Sequence[Any]) -> None:
+        """Nothing: a step's targets are computed by themselves."""
+
     def _one_step(self, batch: Any, ahead: Any = (), take: bool = True) -> float:
         self.optimiser.zero_grad(set_to_none=True)
         parts = [part for group in alike(batch) for part in self._parts(group)]

@@ -158,13 +158,10 @@ class HealingRun:
                 total=self.total, initial=self.step, desc="heal", unit="step", disable=bars_off(), leave=False
             )
             with bar:
+                self._pass_over(windows)
                 while self.step < self.total and not self._hopeless():
                     self._set_rates()
-                    batch = self._batch(windows, self.step)
-                    ahead = self._batch(
-                        windows, self.step + 1, min(TEACHER_AHEAD, self.total - self.step - 1)
-                    )
-                    self.losses.append(self._one_step(batch, ahead))
+                    self.losses.append(self._one_step(*self._batch_and_next(windows, self.step)))
                     self.step += 1
                     bar.update()
                     self.elapsed = time.monotonic() - started
@@ -221,6 +218,16 @@ class HealingRun:
         if wanted <= len(self.fit):
             return self.fit
         return healing_windows(self.session, self.fit, wanted)
+
+    def _pass_over(self, windows: Sequence[Tensor]) -> None:
+        """Notes what the steps that an interrupted run has made have computed together."""
+        for step in range(self.step):
+            self.targets.pass_over(*self._batch_and_next(windows, step))
+
+    def _batch_and_next(self, windows: Sequence[Tensor], step: int) -> tuple[Batch, Batch]:
+        """The windows of a step, and those whose targets are computed with theirs."""
+        ahead = min(TEACHER_AHEAD, self.total - step - 1)
+        return self._batch(windows, step), self._batch(windows, step + 1, ahead)
 
     def _batch(self, windows: Sequence[Tensor], step: int, steps: int = 1) -> Batch:
         return batch_of(windows, self.session.options.seed, step, self.per_step, steps)

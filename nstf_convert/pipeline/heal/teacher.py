@@ -11,6 +11,8 @@ from nstf_convert.streamed import StreamedModel
 
 # Windows of tokens: ids [1, tokens] each.
 Batch = Sequence[Tensor]
+# Windows whose states are computed together, by name.
+Together = dict[bytes, Tensor]
 
 # Teacher states kept between epochs.
 CACHE_BYTES = 256 << 20
@@ -39,26 +41,46 @@ class Targets:
         """arithmetic: the autocast the original runs under, if any."""
         self.teacher, self.device, self._arithmetic = teacher, device, arithmetic
         self._bytes = cache_bytes
-        self._cache: dict[bytes, Tensor] = {}
+        # What is not computed yet has the windows that it is computed together with in its place.
+        self._cache: dict[bytes, Tensor | Together] = {}
+        self._each = 0  # bytes of a window's states
 
-    @torch.no_grad()
     def of(self, batch: Batch, ahead: Batch = ()) -> Tensor:
         """[tokens, hidden] of a batch.
 
         Computed together with that of the windows `ahead`, since reading the original's weights takes as long as using
         them.
         """
+        self.pass_over(batch, ahead)
+        return torch.cat([self._computed(_name(ids)).to(self.device) for ids in batch])
+
+    def pass_over(self, batch: Batch, ahead: Batch = ()) -> None:
+        """Notes what `of` computes together for a batch, as a run that was interrupted has done: with other windows beside
+        it a window's states have other last bits."""
         wanted = {_name(ids) for ids in batch}
         missing = {n: ids for ids in [*batch, *ahead] if (n := _name(ids)) not in self._cache}
-        if wanted & missing.keys():
+        if not wanted & missing.keys():
+            return
+        self._cache |= dict.fromkeys(missing, missing)
+        if not self._each:
+            self._each = self._computed(next(iter(missing))).nbytes
+        room = max(len(missing) + len(batch), self._bytes // self._each)
+        while len(self._cache) > room:
+            self._cache.pop(next(n for n in self._cache if n not in missing and n not in wanted))
+
+    @torch.no_grad()
+    def _computed(self, name: bytes) -> Tensor:
+        """[tokens, hidden] of a window in the cache."""
+        found = self._cache[name]
+        if isinstance(found, dict):
             with self._arithmetic():
-                states = self.teacher.hidden(torch.cat(list(missing.values())).to(self.device))
-            for name, state in zip(missing, states, strict=True):
-                self._cache[name] = state.cpu()
-            room = max(len(missing) + len(batch), self._bytes // (states[0].numel() * states.element_size()))
-            while len(self._cache) > room:
-                self._cache.pop(next(n for n in self._cache if n not in missing and n not in wanted))
-        return torch.cat([self._cache[_name(ids)].to(self.device) for ids in batch])
+                states = self.teacher.hidden(torch.cat(list(found.values())).to(self.device))
+            for other, state in zip(found, states, strict=True):
+                if self._cache.get(other) is found:
+                    self._cache[other] = state.cpu()
+            found = self._cache[name]
+        assert isinstance(found, Tensor)
+        return found
 
 
 def _name(ids: Tensor) -> bytes:

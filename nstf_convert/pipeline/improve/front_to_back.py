@@ -277,7 +277,9 @@ class _Pass:
 
     def _encode_group(self, group: Group, known: list[Moments]) -> None:
         """Encodes the weights of a group: together on a GPU, a thread each on a CPU. known: is used up."""
-        wanted = [n for n in group.weights if not self.session.work.has(self.prefixed.keys[n])]
+        wanted = list(group.weights)
+        if not self.session.machine.on_gpu:  # there those that were encoded together are so again
+            wanted = [n for n in wanted if not self.session.work.has(self.prefixed.keys[n])]
         # A thread that is left over helps with the search of the others' tiles.
         inner = max(1, self.workers // len(wanted))
         weights, shares, hessian = self._targets(wanted, known, self.each)

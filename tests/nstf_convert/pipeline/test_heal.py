@@ -15,6 +15,7 @@ from nstf_convert.pipeline.calibrate.statistics import fit_batches, held_out_bat
 from nstf_convert.pipeline.heal import model as heal_model
 from nstf_convert.pipeline.heal import run as healing
 from nstf_convert.pipeline.heal.heal import Settings, heal
+from nstf_convert.pipeline.heal.teacher import Targets, batch_of
 from nstf_convert.pipeline.heal.text import healing_windows
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose import recipe as recipes
@@ -109,6 +110,32 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(session, options, t
     assert resumed.facts["steps"] == 8
     for name, tensor in whole.items():
         assert all(torch.equal(a, resumed.encoded[name].arrays[k]) for k, a in tensor.arrays.items())
+
+
+@pytest.mark.parametrize("room", [2, 5, 100])
+def test_windows_are_computed_beside_the_same_others_after_an_interruption(room: int) -> None:
+    """Of another number of rows a product has other last bits."""
+
+    class Teacher:
+        def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+            return ids.float().sum() + torch.zeros(len(ids), 4, 1)
+
+    windows = [torch.full((1, 4), 1 << i) for i in range(8)]
+
+    def targets() -> Targets:
+        return Targets(Teacher(), torch.device("cpu"), nullcontext, room * 16)  # type: ignore[arg-type]
+
+    def given(step: int) -> tuple:
+        return batch_of(windows, 0, step, 1), batch_of(windows, 0, step + 1, 1, 2)
+
+    whole = targets()
+    expected = [float(whole.of(*given(step))[0]) for step in range(30)]
+    assert len(set(expected)) > 2
+    for killed in range(30):
+        again = targets()
+        for step in range(killed):
+            again.pass_over(*given(step))
+        assert [float(again.of(*given(step))[0]) for step in range(killed, 30)] == expected[killed:]
 
 
 def test_steps_are_sized_to_the_time(session) -> None:

@@ -16,6 +16,7 @@ from nstf_convert.pipeline import mix as mixes
 from nstf_convert.pipeline.calibrate.batches import fit_batches
 from nstf_convert.pipeline.calibrate.one_input import one_input
 from nstf_convert.pipeline.heal import outputs
+from nstf_convert.pipeline.heal import run as healing
 from nstf_convert.pipeline.heal.heal import heal
 from nstf_convert.pipeline.heal.outputs import RATES, OutputRun, alike, saved_bytes
 from nstf_convert.pipeline.machine import Machine
@@ -82,6 +83,40 @@ def test_factors_and_scales_learn_from_the_original(folder: Path, options, devic
             for path in array_specs(tensor.tree, tensor.shape):
                 codes += path.endswith("codes") and not torch.equal(tensor.arrays[path], was.arrays[path])
         assert codes > 4
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(folder: Path, options, monkeypatch) -> None:
+    changes = {
+        "model": str(folder / "model"),
+        "datasets": (str(folder / "inputs.safetensors"),),
+        "samples": 64,
+    }
+    quick = replace(RATES, scale_rate=5e-3, evaluations=2, windows=24)
+
+    def curve(work: str) -> list[dict]:
+        with Session(options(work_dir=folder / work, **changes), Stages()) as session:
+            mix = {
+                n: Recipe("int_grid", {"bits": 3, "group": 0})
+                for n, u in session.units.items()
+                if u.kept is None
+            }
+            return heal(session, mix, 1.0, steps=6, settings=quick).facts["curve"]
+
+    whole = curve("whole")
+    monkeypatch.setattr(healing, "CHECKPOINT_SECONDS", 0.0)
+    real, steps = OutputRun._one_step, []
+
+    def failing(self, batch, ahead=(), take=True):
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        steps.append(1)
+        return real(self, batch, ahead, take)
+
+    monkeypatch.setattr(OutputRun, "_one_step", failing)
+    with pytest.raises(KeyboardInterrupt):
+        curve("cut")
+    monkeypatch.setattr(OutputRun, "_one_step", lambda *a: steps.append(1) or real(*a))
+    assert curve("cut") == whole and len(steps) == 6
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -10,6 +10,7 @@ import torch
 from nstf.errors import UsageError
 from nstf_convert.device_weights import DeviceWeights
 from nstf_convert.pipeline import convert, prediction, progress
+from nstf_convert.pipeline.calibrate import make as calibration
 from nstf_convert.pipeline.calibrate.one_input import OneInput
 from nstf_convert.pipeline.machine import BASE_BYTES, Machine, machine
 from nstf_convert.pipeline.prediction import Text, predict
@@ -64,6 +65,29 @@ def test_fewer_tokens_at_a_time_than_usual_are_said_to_be_fewer(options, tmp_pat
         session.machine = replace(little, stated=False)
         assert session.tokens_per_batch == session.tokens_per_batch < usual
     assert caplog.text.count("tokens at a time fit") == 1
+
+
+def test_a_calibration_of_little_memory_is_made_again_where_there_is_more(
+    options, tmp_path, monkeypatch, caplog
+) -> None:
+    """It was taken over without a word: the file was neither that of little memory nor that of much."""
+    made = []
+    real = calibration.calibrate_model
+    monkeypatch.setattr(calibration, "calibrate_model", lambda *a: made.append(a[5]) or real(*a))
+
+    def source(short: bool, tokens: int) -> dict:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Machine, "short", property(lambda self: short))
+            patch.setattr(Session, "tokens_per_batch", property(lambda self: tokens))
+            with Session(options(work_dir=tmp_path / "work"), Stages()) as session:
+                return session.calibration.metadata["source"]
+
+    assert source(True, 64)["tokens_at_a_time"] == 64 and made == [64]
+    assert source(True, 32)["tokens_at_a_time"] == 64 and made == [64], (
+        "less memory changes nothing that is there"
+    )
+    assert "tokens_at_a_time" not in source(False, 2048) and made == [64, 2048]
+    assert "tokens_at_a_time" not in source(False, 2048) and made == [64, 2048]
 
 
 def test_threads_are_as_before_when_a_conversion_is_over(options, tmp_path) -> None:

@@ -11,10 +11,12 @@ from nstf_convert import streamed
 from nstf_convert.pipeline.calibrate.statistics import fit_batches
 from nstf_convert.pipeline.improve import front_to_back as sequential
 from nstf_convert.pipeline.improve.front_to_back import encode_in_prefix
+from nstf_convert.pipeline.machine import Machine
 from nstf_convert.pipeline.mix import weights_of
 from nstf_convert.pipeline.progress import Stages
 from nstf_convert.pipeline.propose.recipe import Recipe
 from nstf_convert.pipeline.session import Session
+from nstf_convert.pipeline.store.workdir import STORE, remove
 from nstf_convert.streamed import StreamedModel
 
 TEXT = {
@@ -157,6 +159,28 @@ def test_interrupted_run_goes_on_to_the_same_bytes(opened, monkeypatch) -> None:
         encoded(session)
     monkeypatch.setattr(sequential.recipes, "encode_many", real)
     assert same(whole, encoded(session))
+
+
+def test_on_a_gpu_weights_that_were_encoded_together_are_so_again(opened, monkeypatch) -> None:
+    """They are stored one by one, and a call of fewer rows may end with other last bits."""
+    session = opened("whole")
+    monkeypatch.setattr(Machine, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(Machine, "scratch_bytes", property(lambda self: 1 << 28))
+    real, calls = sequential.recipes.encode_many, []
+
+    def watched(items, *rest):
+        calls.append(len(items))
+        return real(items, *rest)
+
+    monkeypatch.setattr(sequential.recipes, "encode_many", watched)
+    whole = encoded(session)
+    together = list(calls)
+    assert max(together) > 1
+    # Killed between two puts of a group of several.
+    keys = encode_in_prefix(session, three_bits(session), lambda unit: None).keys
+    remove(session.work._file(keys["model.layers.1.self_attn.k_proj.weight"], STORE))
+    calls.clear()
+    assert same(whole, encoded(session)) and calls == [3]
 
 
 def test_tied_table_is_encoded_as_without_the_prefix(opened) -> None:
