@@ -15,7 +15,7 @@ from typing import Any
 from nstf.errors import NstfError, UnsupportedError, out_of_memory
 from nstf.runtime.artifact import Artifact, open_artifact
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
-from nstf.runtime.artifact.header import check_nesting, check_values, corrupt, short
+from nstf.runtime.artifact.header import ALWAYS_VALUES, check_nesting, check_values, corrupt, short
 from nstf.runtime.artifact.side_names import CONTENT
 from nstf.runtime.offline import without_hub
 from nstf.runtime.skeleton import ARGUMENTS_OF, exported, harmless, leads_away
@@ -35,6 +35,10 @@ from nstf.runtime.tokenizing import is_panic
 _NOT_TOKENIZER = ("config.json", "generation_config.json")
 # Of all files of a tokenizer together, unpacked: they are in memory, and in a temporary folder, at the same time.
 MAX_TOKENIZER_BYTES = 1 << 29
+# Of a file of settings, unpacked, which are read, walked through and copied: 180 bytes for each of 150,000 added tokens.
+MAX_SETTINGS_BYTES = 32 << 20
+# Values of it: seven for each of 150,000 added tokens, and some more.
+MAX_SETTINGS_VALUES = 5 << 18
 # Of a tokenizer or a processor, whose keys become arguments of a class (so do all of the last, over the files that were
 # found); the others are vocabularies, with words for keys.
 _SETTINGS, _SPECIAL_TOKENS = "_config.json", "special_tokens_map.json"
@@ -177,7 +181,9 @@ def _kept(name: str, content: bytes, where: str) -> tuple[bytes, list[str]]:
         elif name == BYTE_MAPS:
             check_byte_maps(_object(name, content, where), where)
         return content, added
-    found = _object(name, content, where)
+    if len(content) > MAX_SETTINGS_BYTES:
+        raise corrupt(where, f"its {name} has {len(content)} bytes, above {MAX_SETTINGS_BYTES}")
+    found = _object(name, content, where, packed=True)
     if isinstance(found, dict) and name != _SPECIAL_TOKENS:
         _check_class(found.get("tokenizer_class"), name, where)
     added = check_added(found, name, where)
@@ -192,12 +198,14 @@ def _kept(name: str, content: bytes, where: str) -> tuple[bytes, list[str]]:
     return content if kept == found else json.dumps(kept).encode(), added
 
 
-def _object(name: str, content: bytes, where: str) -> Any:
-    """What a JSON file holds. Raises CorruptError where Python cannot read it, or nothing could walk through it."""
+def _object(name: str, content: bytes, where: str, packed: bool = False) -> Any:
+    """What a JSON file holds. Raises CorruptError where Python cannot read it, or nothing could walk through it. packed: as
+    `check_values`."""
     try:
         check_nesting(content, "the text")
-        check_values(content, "the text")
-        return json.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        check_values(text, "the text", MAX_SETTINGS_VALUES if packed else ALWAYS_VALUES, packed)
+        return json.loads(text)
     except ValueError as error:
         raise corrupt(where, f"its {name} is not JSON that can be read ({error})") from error
 

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-# Times the length of a text, and letters of a token as the decoder leaves it. The rules of known tokenizers stay below 100;
-# their longest tokens are rows of a thousand spaces or so.
+# Times the length of a text, and letters of a token as the decoder leaves it. Each rule of known tokenizers stays below 100,
+# those of XLNet together come to 16,000; their longest tokens are rows of a thousand spaces or so.
 MOST = 1 << 16
+# Letters of all added tokens times what a normalizer's texts make of one: the library applies it to each at loading.
+MOST_ADDED_TIMES = 1 << 22
+# Letters that tables of characters in known files have in the place of one.
+_USUAL_MAPPED = 64
 # Letters of a word that WordPiece divides: it looks up every part of it. Known tokenizers have 100.
 MOST_LETTERS = 1000
 # Letters of all expressions: the library writes a class such as [\W] out, 26 KB for four letters. Known tokenizers have a
@@ -112,7 +116,9 @@ def check_made(tokenizer: Any, where: object, words: bool = False) -> None:
         with suppress(NotImplementedError):
             stated["model"] = {"vocab": getattr(own, "get_vocab", dict)()}
     with suppress(NotImplementedError):
-        stated["added_tokens"] = [{"content": word} for word in getattr(own, "get_added_vocab", dict)()]
+        plain = {t.content for t in getattr(own, "added_tokens_decoder", {}).values() if not t.normalized}
+        there: dict[str, int] = getattr(own, "get_added_vocab", dict)()
+        stated["added_tokens"] = [{"content": word, "normalized": word not in plain} for word in there]
     check_rules(stated, where)
 
 
@@ -149,6 +155,19 @@ def check_rules(stated: Mapping[str, Any], where: object) -> None:
                 f"{where}: its tokenizer can make a text {times:.3g} times as long by its {named}, "
                 f"more than {MOST}; use the original model's tokenizer"
             )
+    tokens = [token for token in _list_of(stated.get("added_tokens")) if isinstance(token, dict)]
+    added = [token.get("content") for token in tokens if token.get("normalized") is not False]
+    times = _times(stated.get("normalizer"), own=True)
+    together = sum(len(text) for text in added if isinstance(text, str)) * times
+    if together > MOST_ADDED_TIMES:
+        raise UnsupportedError(
+            f"{where}: its tokenizer's normalizer can make {together:.3g} letters of the tokens that are added, more than "
+            f"{MOST_ADDED_TIMES}; use the original model's tokenizer"
+        )
+
+
+def _list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _expressions(rule: Any) -> int:
@@ -177,22 +196,24 @@ def longest_token(stated: Mapping[str, Any]) -> int:
     return max(longest, *(len(word) for word in words if isinstance(word, str)), 1)
 
 
-def _times(rule: Any) -> float:
-    """The most by which a rule, or the rules in it, make a text longer."""
+def _times(rule: Any, own: bool = False) -> float:
+    """The most by which a rule, or the rules in it, make a text longer. own: only by texts that the file states. The
+    library's own rules (NFKD, byte level) lengthen a few rare characters alone."""
     if not isinstance(rule, dict):
         return 1.0
     times = 1.0
     for name in _SEVERAL:
         for inner in rule[name] if isinstance(rule.get(name), list) else ():
-            times = min(times * _times(inner), 1e300)
+            times = min(times * _times(inner, own), 1e300)
     # By their fields as well: older files do not name the types of rules, and a type may have fields of another.
-    ways = [_FIXED.get(str(rule.get("type")), 1.0)]
+    ways = [1.0 if own else _FIXED.get(str(rule.get("type")), 1.0)]
     if "pattern" in rule and "content" in rule:
         ways.append(_replaced(rule["pattern"], _length(rule["content"])))
     if "prepend" in rule:
         ways.append(1.0 + _length(rule["prepend"]))
     if "precompiled_charsmap" in rule:
-        ways.append(_mapped(rule["precompiled_charsmap"]))
+        mapped = _mapped(rule["precompiled_charsmap"])
+        ways.append(1.0 if own and mapped <= _USUAL_MAPPED else mapped)
     ways += [_laid_out(rule, rule[name]) for name in ("single", "pair") if name in rule]
     ways += [_replaced(rule[name], 1) for name in _SPACED if name in rule]
     return times * max(ways)

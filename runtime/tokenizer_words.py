@@ -31,21 +31,24 @@ _MAPS = ("decompose_map", "merge_map")
 MOST_LETTERS_ADDED = 1 << 20
 # Letters of added tokens times rules of a normalizer, each of which the library applies to every such token at loading.
 MOST_CHANGED = 1 << 26
-# The highest number of such a token, below which some tokenizers fill every place; and tokens that are made for a number (of
-# T5, ByT5 and Pegasus).
+# The highest number of such a token, below which some tokenizers fill every place; and tokens, or places of a list or a
+# text, that are made for a number (of T5, ByT5, Pegasus, M2M-100, MarkupLM, and of processors of Kosmos-2 and Gemma 3).
 MOST_NUMBER = 1 << 19
 MOST_MADE = 1 << 12
 # Tokens that settings add to a tokenizer in Python, one without a tokenizer.json: they take time by their square, 10 seconds
 # for so many. Known ones add some thousand (places in images).
 MOST_ADDED = 1 << 13
-_MADE = ("extra_ids", "offset")
+_MADE = (
+    *("extra_ids", "offset", "num_madeup_words", "max_depth", "num_patch_index_tokens", "num_image_tokens"),
+    *("image_seq_length", "image_seq_len", "audio_seq_length"),
+)
 # Bytes of the words of a model that looks for the likeliest division (Unigram): its trie takes some 350 bytes for each.
 MOST_BYTES_KNOWN = 1 << 22
 # Letters of all divisions of each word of a GGUF file without merges, of which transformers makes merges as texts.
 MOST_LETTERS_MERGED = 1 << 26
 # Elements of a table that makes a spectrum of sound: bands by frequencies. Known ones have 65,000.
 MOST_TABLE = 1 << 22
-_BANDS = ("feature_size", "num_mel_bins", "num_mel_filters", "n_mels", "num_chroma")
+_BANDS = ("feature_size", "num_mel_bins", "num_mel_filters", "n_mels", "num_chroma", "num_dmel_bins")
 _SAMPLES = ("filter_length", "fft_length", "fft_window_size", "n_fft", "win_length", "window_size")
 # Bands and seconds of a window where settings state none: the most that an extractor takes then.
 _USUAL_BANDS = 128

@@ -22,6 +22,8 @@ MAX_HEADER_BYTES = 1 << 30
 MAX_TENSORS = 1 << 18
 MAX_KEYS = 1 << 16
 MAX_ARRAY = 1 << 24
+# Of texts in all arrays: tokens and merges, of which the largest known file has 800,000. An object of each is kept.
+MAX_TEXTS = 1 << 21
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 256
 MAX_DIMS = 4
@@ -66,7 +68,7 @@ class _Cursor:
     """Reads forward through the header; every step is checked against the end of the file."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.at = data, path, 0
+        self.data, self.path, self.at, self.texts = data, path, 0, 0
         self.end = min(len(data), MAX_HEADER_BYTES)
 
     def fail(self, what: str) -> CorruptError:
@@ -168,6 +170,9 @@ def _array(cursor: _Cursor, where: str) -> "list[Any] | array[Any]":
     if count > min(MAX_ARRAY, (cursor.end - cursor.at) // smallest):
         raise cursor.fail(f"{where} claims {count} elements")
     if kind == STRING:
+        cursor.texts += count
+        if cursor.texts > MAX_TEXTS:
+            raise cursor.fail(f"its arrays hold more than {MAX_TEXTS} texts")
         return [cursor.text(where) for _ in range(count)]
     # Objects of Python would take 40 times the file.
     values = array(SCALARS[kind][1], cursor.data[cursor.at : cursor.at + count * smallest])

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # Of a token: merges are made of all places where one can be divided, in time that grows with the square.
 MOST_LETTERS = 4096
+# Of all arrays of numbers, and four for each token besides: transformers makes lists of them.
+MOST_NUMBERS = 1 << 20
 # Rules of splitting that come with a first token in llama.cpp (llama-vocab.cpp).
 BEGINNING = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
 # Rules that take each digit by itself and split as GPT-2 does, and rules of GPT-2 alone. transformers splits as GPT-2 does
@@ -70,6 +72,11 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path} has a token of more than {MOST_LETTERS} letters: its tokenizer is damaged"
         )
+    merges = header.metadata.get("tokenizer.ggml.merges", ())
+    if isinstance(merges, list) and any(isinstance(m, str) and len(m) > 2 * MOST_LETTERS + 1 for m in merges):
+        raise UnsupportedError(
+            f"{path} has a merge of more letters than two tokens: its tokenizer is damaged"
+        )
     merged, scored = (f"tokenizer.ggml.{key}" in header.metadata for key in ("merges", "scores"))
     # Merges are looked up; without them trees are made of the bytes.
     if (together := sum(map(len if merged else bytes_of, tokens))) > MOST_BYTES_KNOWN:
@@ -84,6 +91,12 @@ def tokenizer_files(path: Path, header: GgufHeader) -> dict[str, bytes]:
         raise UnsupportedError(
             f"{path} has tokens whose divisions have {letters} letters, more than {MOST_LETTERS_MERGED}: its tokenizer is "
             "damaged"
+        )
+    numbers = sum(len(value) for value in header.metadata.values() if isinstance(value, array))
+    if numbers > MOST_NUMBERS + 4 * len(tokens):
+        raise UnsupportedError(
+            f"{path} has {numbers} numbers in arrays beside {len(tokens)} tokens, more than {MOST_NUMBERS} and four for "
+            "each: its tokenizer is damaged"
         )
     from transformers import AutoTokenizer
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +24,7 @@ from nstf_convert.checkpoint.onnx_wire import (
     Run,
     Span,
     WireError,
+    check_messages,
     initialisers,
     joined,
     varints,
@@ -106,6 +108,15 @@ def open_file(path: Path) -> Checkpoint:
     except NstfError:
         _close(data, files, held)
         raise
+
+
+def check_whole(path: Path) -> None:
+    """Raises CorruptError for a file that one may not read as a whole, as exports do."""
+    with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            check_messages(data)
+        except WireError as error:
+            raise CorruptError(f"{path} cannot be read as ONNX: {error}; download it again") from error
 
 
 def _check_repeated(total: int, path: Path, held: int) -> None:
@@ -214,16 +225,19 @@ def _slice(data: mmap.mmap, span: Span, start: int, count: int) -> bytes:
 def _decoded(data: mmap.mmap, spans: list[Span], info: TensorInfo, where: str) -> bytes:
     """Values stored as varints (int32_data also holds the bits of 16- and 8-bit floats) in torch's layout."""
     try:
-        mask = (1 << 8 * torch_dtype(info.dtype).itemsize) - 1
-        values = np.fromiter((v & mask for span in spans for v in varints(data, span)), dtype=np.uint64)
+        width = torch_dtype(info.dtype).itemsize
+        mask, count = (1 << 8 * width) - 1, info.size_bytes // width
+        numbers = (v & mask for span in spans for v in varints(data, span))
+        # As wide as they will be, and as many: each may take a byte of the file.
+        values = np.fromiter(islice(numbers, count), dtype=f"<u{width}")
+        more = sum(1 for _ in numbers)
     except WireError as error:
         raise CorruptError(f"{where}: {error}; the file is damaged, download it again") from error
-    width = torch_dtype(info.dtype).itemsize
-    if len(values) * width != info.size_bytes:
+    if len(values) + more != count:
         raise CorruptError(
-            f"{where} has {len(values)} values for its shape {list(info.shape)}; the file is damaged"
+            f"{where} has {len(values) + more} values for its shape {list(info.shape)}; the file is damaged"
         )
-    return values.astype(f"<u{width}").tobytes()
+    return values.tobytes()
 
 
 def _source(entries: dict[str, Entry], data: mmap.mmap, files: dict[Path, BinaryIO], held: Held) -> Source:

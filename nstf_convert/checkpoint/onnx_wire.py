@@ -16,6 +16,35 @@ MAX_TENSORS = 1 << 18
 # Of the data of all tensors. Writers store a tensor's values in one; each costs 100 bytes of memory, and 3 of the file.
 # Values that are not packed, a field each, are one piece as long as they follow each other.
 MAX_PIECES = 1 << 18
+# Messages of a whole model that other readers make objects of, and one more for every so many bytes.
+MAX_MESSAGES = 1 << 18
+BYTES_A_MESSAGE = 32
+# The fields of each kind of message that hold messages, and their kinds; lists of texts count as well, since an empty one
+# takes two bytes of the file.
+_INSIDE: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 8: "leaf", 14: "leaf", 20: "training", 25: "function", 26: "devices"},
+    "training": {1: "graph", 2: "graph", 3: "leaf", 4: "leaf"},
+    "function": {4: "leaf", 5: "leaf", 6: "leaf", 7: "node", 9: "leaf", 11: "attribute", 12: "value", 14: "leaf"},
+    "graph": {1: "node", 5: "tensor", 11: "value", 12: "value", 13: "value", 14: "annotation", 15: "sparse", 16: "leaf"},
+    "annotation": {2: "leaf"},
+    "node": {1: "leaf", 2: "leaf", 5: "attribute", 9: "leaf", 10: "placed"},
+    "attribute": {
+        5: "tensor", 6: "graph", 9: "leaf", 10: "tensor", 11: "graph", 14: "type", 15: "type", 22: "sparse", 23: "sparse",
+    },
+    "tensor": {6: "leaf", 13: "leaf", 16: "leaf"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "value": {2: "type", 4: "leaf"},
+    "type": {1: "typed", 4: "typed", 5: "map", 8: "typed", 9: "typed"},
+    "typed": {1: "type", 2: "shape"},
+    "map": {2: "type"},
+    "devices": {3: "leaf"},
+    "placed": {2: "sharding"},
+    "sharding": {2: "leaf", 3: "leaf", 4: "sharded"},
+    "sharded": {2: "leaf"},
+    "shape": {1: "leaf"},
+    "leaf": {},
+}  # fmt: skip
+MAX_DEPTH = 64
 
 
 class WireError(ValueError):
@@ -108,6 +137,26 @@ def initialisers(data: mmap.mmap) -> Iterator[Initialiser]:
             yield found
         elif number == 15:
             raise WireError("sparse initialisers, which are not supported")
+
+
+def check_messages(data: mmap.mmap) -> None:
+    """Raises WireError for a file of so many messages, or so deep, that those who read all of it take far more memory than
+    it has bytes."""
+    left = [MAX_MESSAGES + len(data) // BYTES_A_MESSAGE]
+
+    def walk(kind: str, span: Span, depth: int) -> None:
+        inside = _INSIDE[kind]
+        for number, wire, _, part in fields(data, span):
+            found = inside.get(number) if wire == BYTES else None
+            if found is None:
+                continue
+            left[0] -= 1
+            if left[0] < 0 or depth > MAX_DEPTH:
+                raise WireError(f"more messages than its {len(data)} bytes account for, or nested too deeply")
+            if _INSIDE[found]:
+                walk(found, part, depth + 1)
+
+    walk("model", Span(0, len(data)), 0)
 
 
 def _tensor(data: mmap.mmap, span: Span, most_pieces: int) -> Initialiser:

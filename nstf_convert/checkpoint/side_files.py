@@ -8,14 +8,13 @@ from typing import Any
 from nstf.errors import CorruptError
 from nstf.runtime.artifact.header import short
 from nstf.runtime.artifact.side_names import CONTENT, PROCESSORS, SETTINGS, TOKENS
+from nstf.runtime.tokenizer_files import MAX_SETTINGS_BYTES
 from nstf_convert.checkpoint.config import no_token, strip_code
 from nstf_convert.checkpoint.json_text import load_json
 from nstf_convert.checkpoint.paths import allowed_root, is_listed, member, names_in, read_small
 
 MAX_BYTES = 256 << 20
 MOST_BYTES = 512 << 20  # of all together
-# Of settings: 180 bytes for each of 150,000 added tokens.
-MAX_SETTINGS_BYTES = 32 << 20
 log = logging.getLogger(__name__)
 
 # Where transformers 5 keeps the templates of a tokenizer that has several, but for the default one.

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from nstf.errors import NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
 from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.runtime.artifact import Artifact
+from nstf.runtime.artifact.config import limits_of
 from nstf_convert.export import onnx_graph
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.hf import copy_files, files_bytes
@@ -21,6 +22,12 @@ def plan(artifact: Artifact, dtype: str | None) -> ExportPlan:
     with as_stated(artifact, "onnx"):
         onnx_graph.check(config)
         rotary_bytes = onnx_graph.rotary_bytes(config)
+        most = 8 * limits_of(artifact.manifest).buffer_elements  # two tables of float32
+        if rotary_bytes > most:
+            raise CorruptError(
+                f"{artifact.path}: the angles of the {config['max_position_embeddings']} max_position_embeddings of its "
+                f"config.json take {rotary_bytes} bytes, and its tensors allow {most} at most; use a smaller context"
+            )
     onnx_graph.check_names(_names(artifact))
     items = []
     for name in _names(artifact):

@@ -34,6 +34,8 @@ VERSION = 1
 MOST_DEVICES = 4096
 # A mesh of 512 devices has half as many.
 MOST_LINKS = 1 << 18
+# Letters of all names, a short one for 32, times links by patterns, each of which is held against every name.
+MOST_MATCHED = 1 << 29
 MOST_BYTES = 1 << 24
 # Of a name or a note, of which every device and link has its own.
 MOST_LETTERS = 1024
@@ -203,7 +205,14 @@ def from_json(data: Any, where: str = "machine") -> Machine:
     if twice is not None:
         raise UsageError(f"{where}: two devices are called {twice!r}")
     links: list[Link] = []
-    for i, entry in enumerate(_list(data, "links", where, optional=True)):
+    stated = _list(data, "links", where, optional=True)
+    patterns = sum(map(_is_pattern, stated))
+    if patterns * sum(max(32, len(name)) for name in names) > MOST_MATCHED:
+        raise UsageError(
+            f"{where}: {patterns} links by patterns are too many for names of this length: join more devices by each, or "
+            "give them shorter names"
+        )
+    for i, entry in enumerate(stated):
         links += _links(entry, names, f"{where}: links[{i}]", MOST_LINKS - len(links))
     machine = Machine(
         _text(data, "name", where) or where, tuple(devices), tuple(links),
@@ -244,6 +253,13 @@ def _devices(entry: Any, where: str, room: int) -> list[Device]:
     if "count" not in entry:
         return [Device(**values)]
     return [Device(**values | {"name": f"{values['name']}{i}"}) for i in range(count)]
+
+
+def _is_pattern(entry: Any) -> bool:
+    """Whether an entry of links is held against all names."""
+    return isinstance(entry, Mapping) and (
+        "mesh" in entry or "*" in str(entry.get("from", ""))[:MOST_LETTERS]
+    )
 
 
 def _links(entry: Any, names: list[str], where: str, room: int) -> list[Link]:

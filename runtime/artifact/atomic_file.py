@@ -207,14 +207,14 @@ def disk_errors(path: Path, size_bytes: int | None = None) -> Iterator[None]:
 def disk_fault(error: BaseException) -> OSError | None:
     """The fault of the machine behind an exception of another library: of its disk, or too many open files.
 
-    Not every library raises OSError: tokenizers (Rust) only writes "(os error 5)" into its message.
+    Not every library raises OSError: tokenizers (Rust) only writes "(os error 5)" into its message, torch "Input/output
+    error (5)".
     """
     seen: BaseException | None = error
     for _ in range(20):
         if seen is None:
             return None
-        found = re.search(r"\(os error (\d+)\)", str(seen))
-        number = seen.errno if isinstance(seen, OSError) else int(found.group(1)) if found else None
+        number = seen.errno if isinstance(seen, OSError) else _said_number(str(seen))
         if number in _FAULTS:
             return OSError(number, os.strerror(number))
         if number == errno.ENOENT and "usable temporary directory" in str(
@@ -222,6 +222,14 @@ def disk_fault(error: BaseException) -> OSError | None:
         ):  # Python's word for a full disk
             return OSError(number, "no folder for temporary files can be written")
         seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _said_number(message: str) -> int | None:
+    """The number of an error of the system in a library's words."""
+    for said, number in re.findall(r"([^:()]{1,100}?) ?\((?:os error )?(\d{1,3})\)", message[:10_000]):
+        if f"(os error {number})" in message or said.strip() == os.strerror(int(number)):
+            return int(number)
     return None
 
 

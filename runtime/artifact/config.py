@@ -47,7 +47,8 @@ LEAST_TABLE = 1 << 20
 
 # Words of a key that says how often something is made, and how large something is.
 _COUNTS = frozenset(
-    "layer layers block blocks depth depths stage stages experts heads head repeats labels levels points quantizers".split()
+    "layer layers block blocks depth depths stage stages experts heads head repeats labels levels points quantizers replace "
+    "cycles".split()
 )
 _SIZES = frozenset(
     "size sizes dim dims dimension dimensions hidden channels width widths rank ranks group groups mlp ffn inner "
@@ -177,6 +178,9 @@ def _check(value: Any, limits: Limits, where: object, path: str, depth: int, see
         _check_text(value, where, short(path))
     elif type(value) in (int, float):
         most = _most(path, limits)
+        # Inkling's patch is halved until it is odd; VideoMAE makes a row of nothing for each place of a film.
+        if value == 0 and path.endswith(("patch_size", "hidden_size")):
+            raise CorruptError(f"{where}: its config.json says {short(path)} is 0; fetch or convert it again")
         if (type(value) is int or math.isfinite(value)) and abs(value) > most:
             raise CorruptError(
                 f"{where}: its config.json says {short(path)} is {short(value)}, and its tensors allow {most} at most; "

@@ -146,10 +146,10 @@ def check_nesting(raw: bytes, what: str) -> None:
         raise HeaderError(f"{what} has unbalanced brackets or is nested deeper than {MAX_NESTING} levels")
 
 
-def check_values(text: str | bytes, what: str, always: int = ALWAYS_VALUES) -> None:
+def check_values(text: str | bytes, what: str, always: int = ALWAYS_VALUES, packed: bool = False) -> None:
     """Raises HeaderError for a JSON text of so many values that they take far more memory than it does; always: how many it
-    may have in any case."""
-    most = always + len(text) // BYTES_A_VALUE
+    may have in any case. packed: no more, since the text may be little where it is stored."""
+    most = always + (0 if packed else len(text) // BYTES_A_VALUE)
     if len(text) <= most or marks(text) <= most:
         return
     # Marks in strings are none, which is looked at in texts alone: bytes may be UTF-16, whose strings end elsewhere.

@@ -100,6 +100,18 @@ OTHERS: dict[str, dict[str, Any]] = {
     "points, each in a list": {"architectures": ["DFineModel"], "model_type": "d_fine", "decoder_n_points": [2**30] * 3},
     "levels": {"architectures": ["Deimv2Model"], "model_type": "deimv2", "num_feature_levels": 2**31},
     "quantisers": {"architectures": ["MimiModel"], "model_type": "mimi", "num_quantizers": 65_536},
+    "layers under a word that is not known": {
+        "architectures": ["Cohere2MoeForCausalLM"], "model_type": "cohere2_moe", "num_hidden_layers": 1,
+        "first_k_dense_replace": 2**30,
+    },
+    "cycles": {"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text", "H_cycles": 2**28},
+    "a patch of no size, halved until it is odd": {
+        "architectures": ["InklingVisionModel"], "model_type": "inkling_vision", "patch_size": 0,
+    },
+    "rows of nothing": {
+        "architectures": ["VideoMAEModel"], "model_type": "videomae", "hidden_size": 0, "image_size": 7000,
+        "patch_size": 1, "num_frames": 2, "tubelet_size": 2,
+    },
     "labels as a list": {**LLAMA, "id2label": [1] * 100},
     "layers by the letters of a text": {**LLAMA, "hybrid_override_pattern": "M" * 100_000},
     "labels by the hundred thousand": {**LLAMA, "id2label": {str(i): str(i) for i in range(100_000)}},
@@ -146,6 +158,13 @@ def test_labels_and_keys_are_no_longer_than_other_texts(made: Callable[..., Path
 
 def test_layers_that_a_list_names_are_not_counted(made: Callable[..., Path]) -> None:
     load(made({**LLAMA, "moe_layers": list(range(100)), "num_attention_heads_per_layer": [64] * 100}))
+
+
+@pytest.mark.parametrize(
+    "key", ["seed", "created", "max_steps", "total_flos", "rope_theta", "model_max_length"]
+)
+def test_large_numbers_of_words_that_make_nothing_are_taken(made: Callable[..., Path], key: str) -> None:
+    load(made({**LLAMA, key: 2_000_000_000}))
 
 
 @pytest.mark.parametrize(
@@ -443,7 +462,7 @@ def test_lists_of_settings_by_layer_are_not_taken_for_layers(made: Callable[...,
 
 # Sizes whose key says nothing of one: a channel, the square of a reduction, a table that is looked up nowhere.
 UNNAMED: dict[str, dict[str, Any]] = {
-    "channels": {"architectures": ["VJEPA2Model"], "model_type": "vjepa2", "hidden_size": 32, "in_chans": 2**31},
+    "channels": {"architectures": ["VJEPA2Model"], "model_type": "vjepa2", "hidden_size": 32, "in_chans": 2**20},
     "reductions": {"architectures": ["GLPNModel"], "model_type": "glpn", "sr_ratios": [65536] * 4},
     "a grid": {
         "architectures": ["Sam2VideoModel"], "model_type": "sam2_video",

@@ -274,6 +274,21 @@ def test_rules_of_known_tokenizers_pass() -> None:
     )
 
 
+def test_added_tokens_are_counted_as_a_normalizer_leaves_them() -> None:
+    """The library applies it to each at loading: 1,500 of two letters, in 65 KB, took 3.5 GB."""
+    added = [{"id": 500 + i, "content": f"{i}a", "normalized": True} for i in range(1500)]
+    longer = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 32_000}
+    with pytest.raises(UnsupportedError, match=r"can make \S+e\+08 letters of the tokens that are added"):
+        check_growth(json.dumps(EXAMPLE | {"normalizer": longer, "added_tokens": added}).encode(), "x")
+    special = [token | {"normalized": False} for token in added]
+    check_growth(json.dumps(EXAMPLE | {"normalizer": longer, "added_tokens": special}).encode(), "x")
+    # XLNet's, with as many tokens of a user.
+    kinds = [{"type": kind} for kind in ("NFKD", "StripAccents", "Lowercase")]
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    known = {"type": "Sequence", "normalizers": [*kinds, spaces]}
+    check_growth(json.dumps(EXAMPLE | {"normalizer": known, "added_tokens": added}).encode(), "x")
+
+
 class _Broken:
     """A tokenizer that panics when it decodes."""
 
@@ -529,7 +544,17 @@ def test_rules_of_byte_maps_have_a_limit_together(monkeypatch: pytest.MonkeyPatc
         ("preprocessor_config.json", {"sampling_rate": 10**400}, "elements of a table"),
         ("tokenizer_config.json", {"extra_special_tokens": ["a" * 2000] * 600}, "letters of tokens"),
         ("added_tokens.json", {"a" * 2_000_000: 5}, "letters of tokens"),
-        ("tokenizer_config.json", {"extra_ids": 1 << 30}, "tokens made for a number"),
+        *(
+            (name, {key: 1 << 28}, "tokens made for a number")
+            for name, key in (
+                ("tokenizer_config.json", "extra_ids"),
+                ("tokenizer_config.json", "max_depth"),
+                ("tokenizer_config.json", "num_madeup_words"),
+                ("processor_config.json", "num_patch_index_tokens"),
+                ("processor_config.json", "image_seq_length"),
+            )
+        ),
+        ("processor_config.json", {"num_dmel_bins": 1 << 20}, "elements of a table"),
         ("tokenizer_config.json", {"bos_token": "a" * 2_000_000}, "letters of tokens"),
         ("special_tokens_map.json", {"pad_token": {"content": "a" * 2_000_000}}, "letters of tokens"),
         (
@@ -716,3 +741,17 @@ def test_words_of_a_tokenizer_json_have_limits(stated: dict[str, Any], said: str
     """A trie takes 340 bytes for a letter: 71 KB, packed, took 6.8 GB, tokens that the file adds 8.2 GB and an abort."""
     with pytest.raises(UnsupportedError, match=said):
         check_growth(json.dumps(stated).encode(), "m")
+
+
+def test_settings_have_limits_in_an_artifact_too() -> None:
+    """630 KB of an artifact, packed, took 2.9 GB and 70 s: blanks were counted as if they held values."""
+    blanks = b"[" + b"[]," * 1_400_000 + b"[]" + b" " * (24 << 20) + b"]"
+    with pytest.raises(CorruptError, match="holds more than 1310720 values"):
+        without_code("tokenizer_config.json", b'{"a": ' + blanks + b"}", "m")
+    tokens = {str(i): {"content": f"<{i}>", "lstrip": False, "special": True} for i in range(90_000)}
+    many = json.dumps({"added_tokens_decoder": tokens}).encode()
+    assert without_code("tokenizer_config.json", many, "m") == many
+    template = json.dumps({"chat_template": "a, [b], " * 200_000}).encode()
+    assert without_code("tokenizer_config.json", template, "m") == template
+    with pytest.raises(CorruptError, match=r"special_tokens_map\.json has 33554436 bytes, above 33554432"):
+        without_code("special_tokens_map.json", b"{}" + b" " * ((32 << 20) + 2), "m")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError
-from nstf_convert.checkpoint import open_checkpoint
+from nstf_convert.checkpoint import gguf_check, open_checkpoint
 from nstf_convert.checkpoint.gguf_check import read_header
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
@@ -289,3 +289,15 @@ def test_a_block_count_larger_than_any_model_is_refused(tmp_path: Path) -> None:
     path.write_bytes(build(keys).replace(b"novel", b"llama"))
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config is None
+
+
+def test_texts_of_all_arrays_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """114 MiB of texts of two letters took 833 MiB."""
+    monkeypatch.setattr(gguf_check, "MAX_TEXTS", 100)
+    some = struct.pack("<IQ", STRING, 50) + text("ab") * 50
+    path = tmp_path / "m.gguf"
+    path.write_bytes(build((key("a", ARRAY, some), key("b", ARRAY, some))))
+    assert read_header(path).metadata["b"] == ["ab"] * 50
+    path.write_bytes(build((key("a", ARRAY, some), key("b", ARRAY, some), key("c", ARRAY, some))))
+    with pytest.raises(CorruptError, match="its arrays hold more than 100 texts"):
+        read_header(path)

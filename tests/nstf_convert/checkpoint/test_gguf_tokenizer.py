@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from nstf.errors import UnsupportedError
-from nstf_convert.checkpoint import gguf_tokenizer, open_checkpoint
+from nstf.errors import NstfError, UnsupportedError
+from nstf_convert.checkpoint import gguf_check, gguf_tokenizer, open_checkpoint
 from tests.nstf_convert.checkpoint.conftest import tiny
 from tests.nstf_convert.checkpoint.gguf_files import ggml_tensors, metadata_of, write
 
@@ -187,3 +187,46 @@ def test_a_tokenizer_of_words_alone_is_refused_in_words(tmp_path: Path) -> None:
         pytest.raises(UnsupportedError, match="neither merges nor scores"),
     ):
         checkpoint.files()
+
+
+def test_numbers_that_nobody_reads_have_a_limit_beside_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers made lists of them: 84 MB took 3.3 GB."""
+    model = tiny("LlamaForCausalLM")
+    tokens = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
+    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "x.a": [1] * 30}
+    keys |= {"tokenizer.ggml.scores": [0.0] * 6, "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1]}
+    path = write(tmp_path / "m.gguf", "llama", ggml_tensors(model, "llama"), metadata_of(model) | keys)
+    monkeypatch.setattr(gguf_tokenizer, "MOST_NUMBERS", 18)
+    with open_checkpoint(path) as checkpoint:
+        assert "tokenizer.json" in checkpoint.files()
+    monkeypatch.setattr(gguf_tokenizer, "MOST_NUMBERS", 17)
+    said = "42 numbers in arrays beside 6 tokens, more than 17"
+    with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedError, match=said):
+        checkpoint.files()
+
+
+def test_a_merge_is_of_two_tokens(tmp_path: Path) -> None:
+    """transformers divides it at every space: one of ten million pieces took 35 times the file."""
+    path = with_tokenizer(tmp_path / "m.gguf")
+    with open_checkpoint(path) as checkpoint:
+        header = checkpoint.files() and gguf_check.read_header(path)
+    header.metadata["tokenizer.ggml.merges"] = ["a " * 5000]
+    with pytest.raises(UnsupportedError, match="a merge of more letters than two tokens"):
+        gguf_tokenizer.tokenizer_files(path, header)
+
+
+def test_a_disk_that_fails_under_the_tokenizer_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full folder for temporary files was called a tokenizer that cannot be rebuilt."""
+    path = with_tokenizer(tmp_path / "m.gguf")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    with open_checkpoint(path) as checkpoint, pytest.raises(NstfError, match="No space left") as caught:
+        checkpoint.files()
+    assert type(caught.value) is NstfError

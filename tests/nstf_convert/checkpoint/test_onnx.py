@@ -445,3 +445,26 @@ def test_external_data_counts_once_under_many_names(
             else pytest.raises(CorruptError, match="take 32 bytes of files that have 16")
         ):
             open_checkpoint(path).close()
+
+
+def test_values_of_a_byte_take_no_more_while_they_are_decoded(tmp_path: Path) -> None:
+    """As numbers of eight bytes they took eleven times the file."""
+    count = 400_000
+    head = bytes([1 << 3, *varint_of(count), 2 << 3, 2]) + message(8, b"w")
+    (tmp_path / "m.onnx").write_bytes(handmade(head + message(5, b"\7" * count)))
+    with open_checkpoint(tmp_path / "m.onnx") as checkpoint:
+        tracemalloc.start()
+        assert int(checkpoint.get("w").sum()) == 7 * count
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 4 * count
+    (tmp_path / "m.onnx").write_bytes(handmade(head + message(5, b"\7" * (count + 3))))
+    with (
+        open_checkpoint(tmp_path / "m.onnx") as checkpoint,
+        pytest.raises(CorruptError, match="has 400003 val"),
+    ):
+        checkpoint.get("w")
+
+
+def varint_of(value: int) -> bytes:
+    return bytes([value & 127 | 128, *varint_of(value >> 7)]) if value >> 7 else bytes([value])
