@@ -10,7 +10,7 @@ from typing import Any
 
 from nstf.errors import NstfError, UsageError, out_of_memory
 from nstf.runtime.artifact.header import HeaderError, check_values
-from nstf_convert.checkpoint.paths import exists, expanded
+from nstf_convert.checkpoint.paths import check_name, exists, expanded
 from nstf_convert.parquet_values import column_values, may_hold_text
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
@@ -223,6 +223,7 @@ def _parquet(file: Path, field: str | None) -> Iterator[str]:
         from pyarrow import parquet
     except ImportError as error:
         raise UsageError(f"reading {file} needs pyarrow; run `pip install pyarrow`") from error
+    check_name(file)
     try:
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names

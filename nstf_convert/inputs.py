@@ -161,6 +161,10 @@ def check_place(path: Path) -> None:
         raise UsageError(
             f"{path} is a folder, a device or a pipe, which a file would replace: give another path"
         )
+    if not path.parent.exists():
+        raise UsageError(
+            f"{path}: the folder {path.absolute().parent} does not exist: make it, or give another path"
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(
             f"{path}: the folder {path.absolute().parent} cannot be written into: give another path"

@@ -35,6 +35,9 @@ def foreign_errors(what: str) -> Iterator[None]:
             raise
         if out_of_memory(error):
             raise NstfError(f"{what}: not enough memory; free some, or raise its limit") from error
+        from nstf.runtime.artifact.atomic_file import raise_disk_fault
+
+        raise_disk_fault(error, f"go on ({what})")
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UnsupportedError(f"{what}: {reason}") from error
 

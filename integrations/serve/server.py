@@ -190,6 +190,7 @@ def run(app: App, host: str, port: int, ready: Callable[[int], None]) -> None:
         host=host,
         port=port,
         http=Connection,
+        workers=1,  # else what WEB_CONCURRENCY says
         ws="none",
         log_level=logging.WARNING,
         access_log=False,

@@ -53,6 +53,16 @@ def member(folder: Path, name: object, named_by: str) -> Path:
     return path
 
 
+def check_name(path: Path) -> None:
+    """Raises UsageError for a path that libraries in other languages than Python could not open."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{path}: the name is not UTF-8, as the library for such files needs it: choose another"
+        ) from error
+
+
 def check_path(path: str | Path) -> None:
     """Raises UsageError for a path at which nothing can lie: too long, of half characters, links in a circle; NstfError
     where the machine does not say what does: in a folder that may not be searched."""

@@ -74,7 +74,7 @@ def _pickles(path: Path) -> list[tuple[str, bytes, dict[str, int]]]:
     try:
         entries = read_entries(path)
         found = [e for e in entries if e.name.lower().rpartition(b"/")[2] == b"data.pkl"]
-    except (ZipError, OSError) as error:
+    except ZipError as error:
         raise CorruptError(
             f"{path} cannot be read as PyTorch weights ({str(error)[:160]}); download it again"
         ) from error

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UnsupportedError, out_of_memory
+from nstf.runtime.artifact.atomic_file import raise_disk_fault
 from nstf.runtime.artifact.header import SAFETENSORS_NAMES
-from nstf_convert.checkpoint.paths import is_listed, member, open_regular, reading
+from nstf_convert.checkpoint.paths import check_name, is_listed, member, open_regular, reading
 from nstf_convert.checkpoint.pickled import check_pickle
 from nstf_convert.checkpoint.safetensors_dir import read_index
 from nstf_convert.checkpoint.source import Source, TensorInfo
@@ -60,6 +61,7 @@ def open_file(path: Path) -> Source:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    check_name(path)
     with open_regular(path) as file, reading(str(path)):
         head = os.pread(file.fileno(), 4, 0)
     if head[:1] == b"\x80":
@@ -76,6 +78,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     except Exception as error:
         if out_of_memory(error):
             raise NstfError(f"{path}: not enough memory to map it; free some, or raise its limit") from error
+        raise_disk_fault(error, f"read {path}")
         # torch raises pickle, zip, EOF, runtime and key errors here, according to where the file is broken.
         text = " ".join(str(error).split())
         if "Unsupported global" in text or "weights_only" in text or "WeightsUnpickler" in text:

@@ -68,7 +68,7 @@ def bench(
     place = options.check_device(device)
     options.refuse_cpu_options(exact, kv_cache)
     if tune:
-        tune_tiles(artifact, place)
+        tune_tiles(artifact, place, kernels)
     speed = graph_bench.measure(artifact, place, prompt, tokens, repetitions, batch, kernels, attention)
     if json:
         print_json(speed.to_json())
@@ -76,16 +76,20 @@ def bench(
         show_gpu(artifact, speed)
 
 
-def tune_tiles(artifact: Path, device: str) -> None:
-    """Measures the tiles and says where they are kept."""
+def tune_tiles(artifact: Path, device: str, kernels: Path | None = None) -> None:
+    """Measures the tiles and says where they are kept: not in the place of the compiled kernels that were given."""
     import torch
 
-    from nstf.kernels.triton.aot import DTYPES
+    from nstf.kernels.triton.aot import DTYPES, target_here
     from nstf.runtime.artifact import open_artifact
-    from nstf.runtime.tiles import tune
+    from nstf.runtime.tiles import tiles_path, tune
     from nstf_convert.cli.compile import dtype_of
+    from nstf_convert.inputs import keep_inputs
 
     with open_artifact(artifact) as opened, torch.cuda.device(device):
+        target = target_here()
+        if kernels is not None and target is not None:
+            keep_inputs(tiles_path(artifact, target), [kernels], "--tune")
         path = tune(
             opened, DTYPES[dtype_of(opened, None)], lambda line: typer.echo(f"tiles: {line}", err=True)
         )

@@ -72,7 +72,10 @@ def eval(
     windows: Annotated[int, typer.Option(min=1, help="Windows of text, or inputs of an encoder.")] = 16,
     seq_len: options.SeqLen = 512,
     threads: options.Threads = None,
-    junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML.")] = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option(parser=options.file_path, metavar="FILE", help="Also write the verdict as JUnit XML."),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Measure what an artifact lost, and fail (exit code 4) when it lost more than a gate allows.

@@ -11,7 +11,7 @@ from nstf.errors import NstfError, UsageError
 from nstf_convert.cli import options
 from nstf_convert.cli.output import print_json, print_pairs, print_table
 from nstf_convert.cli.sizes import format_bytes
-from nstf_convert.inputs import keep_inputs
+from nstf_convert.inputs import check_place, keep_inputs
 
 if TYPE_CHECKING:
     from nstf_convert.place.costs import Model
@@ -34,7 +34,10 @@ def place(
         int, typer.Option(min=1, max=64, help="With --measure on a CPU: processes, each a device.")
     ] = 2,
     save_machine: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --measure: keep what was measured.")
+        Path | None,
+        typer.Option(
+            parser=options.file_path, metavar="FILE", help="With --measure: keep what was measured."
+        ),
     ] = None,
     encoding: Annotated[
         str | None, typer.Option(help="Of a config.json's matrices: bf16, int4, trellis3 and so on.")
@@ -71,6 +74,7 @@ def place(
     if save_machine is not None:
         keep_inputs(save_machine, [model], "--save-machine")
         keep_others(save_machine)
+        check_place(save_machine)
     from nstf_convert.place.export import to_json
     from nstf_convert.place.fabric import Fabric
     from nstf_convert.place.machine import read_machine

@@ -33,7 +33,12 @@ def plan(
             "--frontier", help="Bytes, predicted speed and expected loss at many sizes; takes no budget."
         ),
     ] = False,
-    svg: Annotated[Path | None, typer.Option(help="With --frontier: also draw it into this file.")] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            parser=options.file_path, metavar="FILE", help="With --frontier: also draw it into this file."
+        ),
+    ] = None,
     json: options.Json = False,
     *,
     settings: Mapping[str, Any],

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from nstf.errors import UsageError
 from nstf_convert.checkpoint.paths import expanded
 from nstf_convert.options import ConvertOptions
 
@@ -95,12 +96,25 @@ def _parameter(field: Field) -> inspect.Parameter:
 
 # How the help names what an option takes, where typer shows Python's type: `<int range>`, `<list[str]>`.
 _TYPE = re.compile(r"<(?:list\[)?(int|float|str|path)(?: range)?\]?>", re.IGNORECASE)
+# Options that are paths; of arguments there are no empty ones that are taken.
+_PATHS = frozenset(
+    "api_key_file calibration chat_template dataset datasets junit kernels machine output reference report save_machine "
+    "source svg tasks work_dir".split()
+)
 _WORDS = {"int": "N", "float": "X", "str": "TEXT", "path": "PATH"}
 
 
 class GroupedCommand(TyperCommand):
     """A command whose `--help` lists the options under the groups they were given, and says what they take in words. Its
     paths may begin with `~`, which a shell leaves alone in `--output=~/model.nstf`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises UsageError for a path that is empty, of a variable that is not set: Path would take the current folder."""
+        flags = {flag for parameter in self.params if parameter.name in _PATHS for flag in parameter.opts}
+        for one, following in zip(args, [*args[1:], None], strict=False):
+            if (one in flags and following == "") or (one.endswith("=") and one[:-1] in flags):
+                raise UsageError(f"{one.rstrip('=')}: a path is empty: give the name of a file or a folder")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         ctx.params = {name: _at_home(value) for name, value in ctx.params.items()}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -16,11 +17,14 @@ from urllib.parse import unquote
 import numpy as np
 import torch
 
-from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
 from nstf.kernels.formats import EncodedTensor, stored_bytes
 from nstf.kernels.formats.scales import matrix_shape, per_column, read_scales
 from nstf.runtime.artifact import Artifact
-from nstf_convert.checkpoint.onnx import open_file
+from nstf.runtime.artifact.atomic_file import raise_disk_fault
+from nstf.runtime.memory_limit import has_room
+from nstf_convert.checkpoint.onnx import check_whole, open_file
+from nstf_convert.checkpoint.paths import check_name
 from nstf_convert.export import integers
 from nstf_convert.export import onnx_weights as weights
 from nstf_convert.export.plan import ExportPlan, Item, decoded
@@ -318,7 +322,13 @@ def _load(source: Path, weights: bool = True) -> Any:
         raise NstfError("`source` needs the package onnx; run `pip install onnx`") from error
     if not source.is_file():
         raise UsageError(f"no such file: {source}")
-    open_file(source).close()  # checked as a conversion has read it: sizes, names of other files
+    check_name(source)
+    with closing(open_file(source)) as checked:  # as a conversion has read it: sizes, names of other files
+        own = source.stat().st_size
+        beside = max(0, checked.total_bytes - own) if weights else 0
+    check_whole(source)
+    if not has_room(2 * own + beside):  # protobuf ends the process where it finds none
+        raise NstfError(f"{source}: not enough memory to load it; free some, or raise its limit")
     try:
         model = onnx.load(str(source), load_external_data=False)
         # A conversion has looked at these; onnx would also read those of constants and of graphs inside, from any file.
@@ -335,6 +345,11 @@ def _load(source: Path, weights: bool = True) -> Any:
     except NstfError:
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise NstfError(
+                f"{source}: not enough memory to load it; free some, or raise its limit"
+            ) from error
+        raise_disk_fault(error, f"read {source}")
         # protobuf's DecodeError and onnx's own errors have no common class.
         raise CorruptError(
             f"{source} is not a readable .onnx file ({' '.join(str(error).split())[:120]})"

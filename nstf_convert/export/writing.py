@@ -59,6 +59,11 @@ def check_destination(
             f"the output {output} is a link to {output.resolve()}, which is not there: give another name"
         )
     check_files([folder / name for name in names], overwrite)
+    if output.is_dir() and (output.resolve() == Path.cwd() or os.path.ismount(output)):
+        raise UsageError(
+            f"the output {output} is the current folder or a file system of its own, which an export cannot replace: give a "
+            "new folder in it"
+        )
     if not output.exists() or (output.is_dir() and not single_file and not any(output.iterdir())):
         return
     if not overwrite:
@@ -161,11 +166,15 @@ def staged(
             else:
                 _move_files(files, output)
             _remove(partial)
+            # An older graph, now that there is this one.
+            _remove_stale(output, [path.resolve() for path in inputs])
         else:
             _sync(partial)
             (partial / UNFINISHED).unlink(missing_ok=True)  # the card is its mark now
             _sync(partial)
             check_destination(output, overwrite)  # syncing may have taken minutes
+            if output.is_dir():  # who may read it is its owner's to say
+                partial.chmod(output.stat().st_mode & 0o7777)
             if overwrite:
                 _replace_folder(partial, output)
             else:
@@ -228,6 +237,8 @@ def _remove_stale(output: Path, inputs: Collection[Path] = ()) -> None:
         if any(same_file(leftover, path) or holds(leftover, path) for path in inputs):
             continue
         with contextlib.suppress(OSError, NstfError):
+            if (leftover / OLDER).exists() and not output.exists():
+                continue  # the only graph of that name
             if any(leftover.iterdir()) and not (leftover / UNFINISHED).exists() and not _is_export(leftover):
                 continue
             descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import nstf.runtime
 import nstf_convert
@@ -171,3 +173,40 @@ def test_commands_end_with_the_code_of_wrong_use(
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and printed.startswith("error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["arrays", "parquet", "bin", "source"])
+def test_a_name_that_a_library_cannot_open_is_no_damage(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were called damaged, or no files of their kind."""
+    odd = os.fsdecode(b"\xff")
+    model, rest = "examples/tiny_conv/model", ["--budget", "0.9", "--effort", "fast"]
+    if kind == "arrays":
+        save_file({"pixel_values": torch.randn(8, 3, 32, 32)}, tmp_path / "a")
+        (tmp_path / "a").rename(tmp_path / f"{odd}.safetensors")
+        words = ["plan", model, *rest, "--dataset", str(tmp_path / f"{odd}.safetensors")]
+    elif kind == "parquet":
+        pytest.importorskip("pyarrow")
+        (tmp_path / f"{odd}.parquet").write_bytes(b"PAR1")
+        words = ["plan", "examples/tiny_llama/model", *rest, "--dataset", str(tmp_path / f"{odd}.parquet")]
+    elif kind == "bin":
+        torch.save({"w": torch.randn(64, 64)}, tmp_path / "w")
+        (tmp_path / "w").rename(tmp_path / f"{odd}.bin")
+        words = ["plan", str(tmp_path / f"{odd}.bin"), *rest]
+    else:
+        pytest.importorskip("onnx")
+        shutil.copy(ARTIFACT, tmp_path / "m.nstf")
+        (tmp_path / f"{odd}.onnx").write_bytes(b"x")
+        words = [
+            "export",
+            str(tmp_path / "m.nstf"),
+            "--to",
+            "onnx",
+            "--source",
+            str(tmp_path / f"{odd}.onnx"),
+        ]
+        words += ["-o", str(tmp_path / "out.onnx")]
+    assert run(["-q", *words]) == 2
+    error = capsys.readouterr().err
+    assert "the name is not UTF-8" in error and error.count("\n") == 1

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nstf.errors import UnsupportedError, UsageError, out_of_memory
+from nstf.errors import CorruptError, NstfError, UnsupportedError, UsageError, out_of_memory
+from nstf.runtime.artifact.atomic_file import raise_disk_fault
+from nstf.runtime.artifact.header import parse_header
+from nstf_convert.checkpoint.paths import check_name, reading
 from nstf_convert.dataset import load_text
 from nstf_convert.made_up import SPECTROGRAM_BY_TIME, frames, longest_window, made_up_shape
 from nstf_convert.streamed import StreamedModel
@@ -187,9 +190,17 @@ def tensor_data(path: Path, model: StreamedModel) -> Data:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_name(path)
     try:
+        with reading(str(path)):  # the library does not say why a file cannot be opened
+            parse_header(path)  # takes no more memory for a header than it has bytes
         arrays = load_file(str(path))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, CorruptError, UnsupportedError) as error:
+        raise UsageError(f"the dataset {path} is not a safetensors file of model inputs ({error})") from error
+    except (OSError, RuntimeError) as error:  # torch's, of what it cannot map
+        if out_of_memory(error):
+            raise
+        raise_disk_fault(error, f"read {path}")
         raise UsageError(f"the dataset {path} is not a safetensors file of model inputs ({error})") from error
     counts = {a.shape[0] if a.ndim else 0 for a in arrays.values()}
     if len(counts) != 1 or min(counts) < 4:
@@ -240,6 +251,8 @@ def _check_arrays(path: Path, arrays: Mapping[str, Tensor], model: StreamedModel
     try:
         with torch.no_grad():
             out = model.outputs(**{name: array[rows] for name, array in arrays.items()})
+    except NstfError:  # of the checkpoint, whose weights are read here
+        raise
     except Exception as error:  # whatever a model's own code says of inputs that are not its own
         if out_of_memory(error):
             raise

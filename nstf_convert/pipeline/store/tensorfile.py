@@ -20,9 +20,10 @@ from typing import IO, Any, Self
 import torch
 from torch import Tensor
 
-from nstf.errors import CorruptError, NstfError, UsageError
+from nstf.errors import CorruptError, NstfError
 from nstf.runtime.artifact.atomic_file import disk_errors
 from nstf.runtime.artifact.header import MAX_HEADER_BYTES, check_nesting, check_values, strict_json
+from nstf_convert.checkpoint.paths import check_name
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -34,14 +35,6 @@ _NAMES = frozenset(_DTYPES.values())
 
 _ENTRY = {"dtype", "shape", "data_offsets"}
 RENEW_BYTES = 128 << 20
-
-
-def check_name(path: Path) -> None:
-    """Raises UsageError for a path that the safetensors library could not open again."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{path}: the name is not UTF-8, as safetensors needs it: choose another") from error
 
 
 class TensorFileWriter:

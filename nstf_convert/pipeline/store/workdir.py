@@ -27,8 +27,9 @@ from torch import Tensor
 
 from nstf.errors import CorruptError, NstfError, UsageError
 from nstf.runtime.artifact.atomic_file import disk_errors, disk_fault
+from nstf_convert.checkpoint.paths import check_name
 from nstf_convert.inputs import RESULTS
-from nstf_convert.pipeline.store.tensorfile import TensorFile, check_name, sync_folder, write_tensors
+from nstf_convert.pipeline.store.tensorfile import TensorFile, sync_folder, write_tensors
 
 log = logging.getLogger("nstf")
 

@@ -346,3 +346,23 @@ def test_state_dicts_of_modules_and_parameters_are_read(tmp_path: Path, protocol
     for name in ("a.bin", "b.bin"):
         checkpoint = open_checkpoint(tmp_path / name)
         assert torch.equal(checkpoint.get("weight"), module.weight)
+
+
+@pytest.mark.parametrize("where", ["archive", "torch"])
+def test_a_disk_that_fails_later_is_no_damage(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It was called a damaged file, to be downloaded again."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        if where == "archive":
+            raise OSError(errno.EIO, "Input/output error")
+        raise RuntimeError("unable to open file <x> in read-only mode: Too many open files (24)")
+
+    if where == "archive":
+        monkeypatch.setattr(pickled_reader, "read_entries", fails)
+    else:
+        monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(NstfError, match=r"Input/output error|Too many open files") as caught:
+        open_checkpoint(bin_folder / "pytorch_model.bin")
+    assert type(caught.value) is NstfError

@@ -10,6 +10,7 @@ import torch
 from nstf.errors import UsageError
 from nstf.runtime.engine_attention import int8_bytes
 from nstf.runtime.kv_formats import dense_group_bytes
+from nstf_convert.cli import run
 from nstf_convert.cli.output import print_pairs
 from nstf_convert.cli.schema import FIELDS
 
@@ -420,3 +421,23 @@ def test_inspect_names_the_engines_kernels_and_what_they_cost(nstf, tiny):
     rows = {r["tensor"]: r for r in nstf("inspect", tiny.coarse, "--kernels", "--json").json["tensors"]}
     # A small file's codes lie in panels where the processor has them, and row by row elsewhere.
     assert rows["model.layers.1.self_attn.q_proj.weight"]["engine"].split()[0] in ("panels", "packed")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "a.nstf", "-r", "model", "--dataset", ""),
+        ("diff", "a.nstf", "b.nstf", "--dataset", ""),
+        ("plan", "model", "--budget", "0.5", "--work-dir", ""),
+        ("export", "a.nstf", "--to", "hf", "-o", ""),
+        ("eval", "a.nstf", "-r", "model", "--junit="),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_path_of_a_variable_that_is_not_set_is_not_the_current_folder(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gate passed on whatever texts lay there."""
+    assert run(list(words)) == 2
+    error = capsys.readouterr().err
+    assert "a path is empty" in error and error.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def test_a_machine_takes_no_other_files_place(
     result = nstf("place", model, "--measure", "--save-machine", other)
     assert result.code == 2 and "there is a file that is no machine's" in result.err
     assert len(result.err.splitlines()) == 1 and other.read_text() == text
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_machine_is_kept_in_a_regular_file_alone(
+    nstf: Callable[..., Any], model: Path, tmp_path: Path, kind: str
+) -> None:
+    """`--save-machine /dev/stdout` put a file in the link's place."""
+    place = tmp_path / "machine.json"
+    place.mkdir() if kind == "folder" else os.mkfifo(place)
+    result = nstf("place", model, "--measure", "--save-machine", place)
+    assert result.code == 2 and "is a folder, a device or a pipe" in result.err and not place.is_file()
 
 
 @pytest.mark.parametrize(

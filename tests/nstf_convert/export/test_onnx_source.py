@@ -8,7 +8,9 @@ import torch
 
 from nstf.quantizers import int_grid
 from nstf.runtime.artifact import write_artifact
+from nstf_convert.checkpoint import onnx_wire
 from nstf_convert.cli import run
+from nstf_convert.export import onnx_rewrite
 
 onnx = pytest.importorskip("onnx")
 helper, FLOAT = onnx.helper, onnx.TensorProto.FLOAT
@@ -67,3 +69,56 @@ def test_constants_that_lie_in_other_files_are_not_read(
     assert run([*words, "-o", str(tmp_path / "y.onnx")]) == 0
     written = onnx.load(str(tmp_path / "y.onnx"))
     assert not any(t.external_data for t in written.graph.initializer)
+
+
+def test_a_graph_of_empty_messages_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each takes two bytes of the file, and two hundred of memory where onnx reads it."""
+    monkeypatch.setattr(onnx_wire, "MAX_MESSAGES", 100)
+    model = source(21)
+    (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+    assert run([*words, "-o", str(tmp_path / "x.onnx")]) == 0
+    capsys.readouterr()
+    inner = onnx.GraphProto(node=[onnx.NodeProto()] * 2000)
+    dims = onnx.TensorShapeProto(dim=[onnx.TensorShapeProto.Dimension()] * 2000)
+    typed = onnx.TypeProto(tensor_type=onnx.TypeProto.Tensor(shape=dims))
+    sequence = onnx.TypeProto.Sequence(elem_type=typed)
+    for change in (
+        lambda m: m.graph.node.extend([onnx.NodeProto()] * 2000),
+        lambda m: m.graph.node.append(onnx.NodeProto(attribute=[onnx.AttributeProto(g=inner)])),
+        lambda m: m.graph.node.append(onnx.NodeProto(input=[""] * 2000)),
+        lambda m: m.functions.append(onnx.FunctionProto(node=[onnx.NodeProto()] * 2000)),
+        lambda m: m.graph.value_info.append(onnx.ValueInfoProto(type=onnx.TypeProto(sequence_type=sequence))),
+    ):
+        model = source(21)
+        change(model)
+        (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
+        assert run([*words, "-o", str(tmp_path / "y.onnx")]) == 5
+        assert "more messages than its" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(OSError(5, "Input/output error"), "Input/output error"), (MemoryError(), "not enough memory")],
+)
+def test_a_machine_that_fails_is_no_damage_of_the_source(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    said: str,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    (tmp_path / "net.onnx").write_bytes(source(21).SerializeToString())
+    monkeypatch.setattr(onnx, "load", fails)
+    assert run([*words, "-o", str(tmp_path / "x.onnx")]) == 1
+    monkeypatch.undo()
+    # protobuf would end the process.
+    monkeypatch.setattr(onnx_rewrite, "has_room", lambda size: False)
+    assert run([*words, "-o", str(tmp_path / "x.onnx")]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert said in first and "not enough memory to load it" in second

@@ -297,3 +297,47 @@ def test_a_file_of_another_tool_in_an_export_is_not_replaced(tmp_path: Path, nam
     (folder / name).write_bytes(b"theirs")
     with pytest.raises(UsageError, match=rf"holds {name}, which no export writes"):
         writing.check_destination(folder, overwrite=True)
+
+
+def test_the_only_graph_of_its_name_stays_until_there_is_another(tmp_path: Path) -> None:
+    """Killed before its weights were replaced, an export left the older graph in its hidden folder, and the next one
+    removed it before it had written anything."""
+    output = tmp_path / "x.onnx"
+    single(output, b"first")
+    child = os.fork()
+    if child == 0:
+        Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        single(output, b"second")
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (older,) = tmp_path.glob(f".x.onnx.part.*/{writing.OLDER}")
+    assert not output.exists() and older.read_bytes() == b"first"
+    with pytest.raises(ZeroDivisionError), writing.staged(output, single_file=True, overwrite=True):
+        _ = 1 // 0
+    assert older.read_bytes() == b"first"
+    single(output, b"third")
+    assert output.read_bytes() == b"third" and not older.exists()
+
+
+def test_an_export_takes_the_mode_of_the_folder_whose_place_it_has(tmp_path: Path) -> None:
+    """What its owner had made private was readable by all."""
+    output = tmp_path / "x"
+    output.mkdir(mode=0o700)
+    for content in (b"first", b"second"):
+        export(output, content)
+        assert output.stat().st_mode & 0o777 == 0o700 and (output / "config.json").read_bytes() == content
+
+
+@pytest.mark.parametrize("how", ["current", "mounted"])
+def test_a_folder_that_cannot_be_replaced_is_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The shell stood in a removed folder; on a disk of its own an export ended after all the work."""
+    if how == "current":
+        monkeypatch.chdir(tmp_path)
+    else:
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
+    with pytest.raises(UsageError, match="give a new folder in it"):
+        writing.check_destination(Path() if how == "current" else tmp_path, True)
+    writing.check_destination(tmp_path / "new", True)
+    writing.check_destination(tmp_path / "new.onnx", True, single_file=True)
