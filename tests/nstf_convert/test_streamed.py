@@ -226,23 +226,21 @@ def small_clap() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return {**config.to_dict(), "architectures": ["ClapTextModel"]}, model.state_dict()
 
 
+def vit_mae() -> StreamedModel:
+    """Of two layers; its masks are drawn in every forward pass."""
+    from transformers import ViTMAEConfig, ViTMAEModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = ViTMAEConfig(**sizes, image_size=32, patch_size=8)
+    stated = {**config.to_dict(), "architectures": ["ViTMAEModel"]}
+    return StreamedModel(stated, ViTMAEModel(config).eval().state_dict().__getitem__)
+
+
 def test_models_that_draw_random_numbers_draw_the_same_ones_each_time() -> None:
     """Masks of ViTMAE were others in every forward pass: two runs of a conversion gave other bytes, and a mix was compared
     with an original that saw other patches."""
-    from transformers import ViTMAEConfig, ViTMAEModel
-
-    config = ViTMAEConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-    )
-    torch.manual_seed(0)
-    model = ViTMAEModel(config).eval()
-    stated = {**config.to_dict(), "architectures": ["ViTMAEModel"]}
-    first, second = (StreamedModel(stated, model.state_dict().__getitem__) for _ in range(2))
+    first, second = vit_mae(), vit_mae()
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         wanted = first.outputs(pixel_values=x)
@@ -260,19 +258,7 @@ def test_models_that_draw_random_numbers_draw_the_same_ones_each_time() -> None:
 
 def test_threads_that_wait_for_each_other_in_their_forward_passes_go_on() -> None:
     """Front to back all batches come to a gate before one goes on: a lock over the first pass was never opened."""
-    from transformers import ViTMAEConfig, ViTMAEModel
-
-    config = ViTMAEConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-    )
-    model = ViTMAEModel(config).eval()
-    stated = {**config.to_dict(), "architectures": ["ViTMAEModel"]}
-    streamed, gate = StreamedModel(stated, model.state_dict().__getitem__), Barrier(2)
+    streamed, gate = vit_mae(), Barrier(2)
     layer = next(m for m in streamed.module.modules() if type(m).__name__ == "ViTMAELayer")
 
     def meet(*_: Any) -> None:
