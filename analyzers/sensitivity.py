@@ -74,11 +74,19 @@ def checkpoint_layers(
     originals = [layer.forward for layer in layers]
 
     def wrap(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        drawless: set[tuple[int, ...]] = set()  # shapes of inputs for which the layer drew no random numbers
+
         def computed(*args: Any, **kwargs: Any) -> Any:
             if before is not None:
                 before()
-            with SameDraws():  # the second time what was drawn the first time
+            shape = tuple(args[0].shape) if args and isinstance(args[0], Tensor) else None
+            if shape in drawless:
                 return forward(*args, **kwargs)
+            with SameDraws() as draws:  # the second time what was drawn the first time
+                out = forward(*args, **kwargs)
+            if shape is not None and not draws.drew:
+                drawless.add(shape)
+            return out
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
