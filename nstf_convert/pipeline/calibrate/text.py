@@ -194,10 +194,8 @@ def tensor_data(path: Path, model: StreamedModel) -> Data:
     try:
         with reading(str(path)):  # the library does not say why a file cannot be opened
             parse_header(path)  # takes no more memory for a header than it has bytes
-        arrays = load_file(str(path))
-    except (SafetensorError, CorruptError, UnsupportedError) as error:
-        raise UsageError(f"the dataset {path} is not a safetensors file of model inputs ({error})") from error
-    except (OSError, RuntimeError) as error:  # torch's, of what it cannot map
+        arrays = load_file(str(path))  # RuntimeError: torch's, of what it cannot map
+    except (SafetensorError, CorruptError, UnsupportedError, OSError, RuntimeError) as error:
         if out_of_memory(error):
             raise
         raise_disk_fault(error, f"read {path}")
